@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, Suffix
-from outrider.measure.machine import describe
-from outrider.measure.tasks import built_in
+from outrider.lab.measure.machine import describe
+from outrider.lab.measure.tasks import built_in
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS = [task.prompt for task in built_in("code_completion")[:8]]

@@ -7,16 +7,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from outrider.draft import Draft
-from outrider.propose.base import (
-    DraftNoise,
-    ObservedRows,
-    PromptRows,
-    Proposer,
-    ProposeRequest,
-    ProposerSequence,
-)
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.registry import register
+from outrider.propose.base import DraftNoise, ObservedRows, PromptRows, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.settings import Method, ProposerContext, register
 from outrider.verify.processing import Processing
 
 

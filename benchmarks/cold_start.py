@@ -31,8 +31,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.embedded import default_model
-from outrider.measure.machine import describe
+from outrider.config import default_model
+from outrider.lab.measure.machine import describe
 
 RESULTS = Path(__file__).parent / "results" / "cold_start.json"
 COMMAND = [sys.executable, "-m", "outrider"]

@@ -24,14 +24,14 @@ import numpy as np
 
 from benchmarks.blind import Blind
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.bench.widen_heads import wide_heads
-from outrider.embedded import default_model
-from outrider.measure.decoding_config import DecodingConfig, parse_ways
-from outrider.measure.machine import describe
-from outrider.measure.run import EncodedTask, Run, write
-from outrider.measure.widen import wide_target
-from outrider.propose.methods.head_method import FolderMethod
-from outrider.stats import RequestStats
+from outrider.config import default_model
+from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
+from outrider.lab.measure.machine import describe
+from outrider.lab.measure.widen_heads import wide_heads
+from outrider.lab.measure.writing import EncodedTask, Run, write
+from outrider.propose.row_heads import FolderMethod
+from outrider.results import RequestStats
+from outrider.widen import wide_target
 
 
 @dataclass

@@ -3,7 +3,7 @@
     python recipes/train_corrector.py FOLDER --minutes 27
     OMP_NUM_THREADS=2 python -m benchmarks.encoder_decoder FOLDER --out FILE      about 6 minutes on two cores
 
-The copy computes what the trained model computes and reads many times the weights (outrider.measure.widen). Sources are
+The copy computes what the trained model computes and reads many times the weights (outrider.widen). Sources are
 held-out ones that the model corrects rightly under greedy decoding: elsewhere a model that was trained for a short time
 loops, and loops are drafted too easily. Each way writes as many tokens as the right text has, one text at a time, and the
 ways take turns. Only the time behind the first token counts, so that reading the source has no part in it. The figures are
@@ -28,13 +28,12 @@ from rich.table import Table
 
 from benchmarks.hybrids import steps
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig, Suffix
-from outrider.measure.decoding_config import DecodingConfig
-from outrider.measure.figures import Spread
-from outrider.measure.load import LoadWatch
-from outrider.measure.machine import describe, read_bandwidth
-from outrider.measure.run import EncodedTask, write
-from outrider.measure.widen import wide_copy
-from outrider.model.pass_timer import PassTimer
+from outrider.lab.measure.decoding_config import DecodingConfig
+from outrider.lab.measure.figures import Spread
+from outrider.lab.measure.machine import LoadWatch, describe, read_bandwidth
+from outrider.lab.measure.writing import EncodedTask, write
+from outrider.model.memory import PassTimer
+from outrider.widen import wide_copy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from corrections import corrections

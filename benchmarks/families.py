@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
-from outrider.measure.machine import describe, read_bandwidth, weight_bytes
+from outrider.lab.measure.machine import describe, read_bandwidth
 from outrider.model.batch import Segment
+from outrider.model.memory import weight_bytes
 from outrider.model.runner import ModelRunner
 
 RESULTS = Path(__file__).parent / "results" / "families.json"

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from outrider import LLM, SamplingParams, SpeculationConfig, StructuredOutputs
-from outrider.embedded import default_model
-from outrider.engine.scheduling import scheduler
-from outrider.measure.widen import wide_target
-from outrider.server.api.tools import calls_grammar
-from outrider.stats import FORCED
+from outrider.config import default_model
+from outrider.engine import scheduler
+from outrider.results import FORCED
+from outrider.server.tools import calls_grammar
+from outrider.widen import wide_target
 
 DRAFT = {"method": "draft_model", "num_draft_tokens": 3}
 #: By name: whether forced tokens are drafted, and the method.

@@ -39,21 +39,16 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, SamplingParams
-from outrider.bench.peers.base import PeerMode, PeerModels, PeerRequest
-from outrider.bench.peers.contestant import theirs
-from outrider.bench.peers.converted import converted_path, gguf_file
-from outrider.bench.peers.llama_cpp import LlamaCppEngine, LlamaCppPeer
-from outrider.config import ROUNDED_ROWS
-from outrider.embedded import default_model
-from outrider.measure.contestants import Contestant, interleave, ours
-from outrider.measure.decoding_config import parse_ways, precision
-from outrider.measure.figures import Spread
-from outrider.measure.load import LoadWatch
-from outrider.measure.machine import MemoryWatch, describe
-from outrider.measure.run import EncodedTask, Run
-from outrider.measure.tasks import built_in
-from outrider.measure.texts import encoded_tasks
-from outrider.measure.widen import cache_folder, wide_target
+from outrider.config import ROUNDED_ROWS, default_model
+from outrider.lab.bench.session import theirs
+from outrider.lab.measure.decoding_config import parse_ways, precision
+from outrider.lab.measure.figures import Spread
+from outrider.lab.measure.machine import LoadWatch, MemoryWatch, describe
+from outrider.lab.measure.tasks import built_in
+from outrider.lab.measure.writing import Contestant, EncodedTask, Run, encoded_tasks, interleave, ours
+from outrider.lab.peers.base import PeerMode, PeerModels, PeerRequest, converted_path, gguf_file
+from outrider.lab.peers.llama_cpp import LlamaCppEngine, LlamaCppPeer
+from outrider.widen import cache_folder, wide_target
 
 FILES = ("q4_0", "q4_k_m", "q6_k", "q8_0")
 WORKLOADS = ("code_completion", "json")

@@ -22,13 +22,12 @@ from typing import Any
 import numpy as np
 
 from outrider import LLM, SpeculationConfig
-from outrider.embedded import default_model
-from outrider.measure.decoding_config import DecodingConfig
-from outrider.measure.machine import describe
-from outrider.measure.replay import copy_tasks
-from outrider.measure.run import EncodedTask, Run, write
-from outrider.measure.tasks import Task, built_in
-from outrider.measure.widen import wide_target
+from outrider.config import default_model
+from outrider.lab.measure.decoding_config import DecodingConfig
+from outrider.lab.measure.machine import describe
+from outrider.lab.measure.tasks import Task, built_in
+from outrider.lab.measure.writing import EncodedTask, Run, copy_tasks, write
+from outrider.widen import wide_target
 
 WORKLOADS = ("code_completion", "json", "replay")
 PLAIN = DecodingConfig("plain", SpeculationConfig())

@@ -25,19 +25,17 @@ import numpy as np
 from benchmarks.blind import Blind
 from benchmarks.governor import PLAIN, encoded, lower_bound
 from outrider import LLM, SpeculationConfig
+from outrider.config import default_model
 from outrider.draft import Draft, Law
-from outrider.embedded import default_model
-from outrider.measure.decoding_config import DecodingConfig
-from outrider.measure.machine import describe
-from outrider.measure.replay import copy_tasks
-from outrider.measure.run import EncodedTask, write
-from outrider.measure.tasks import built_in
-from outrider.measure.widen import wide_target
+from outrider.lab.measure.decoding_config import DecodingConfig
+from outrider.lab.measure.machine import describe
+from outrider.lab.measure.tasks import built_in
+from outrider.lab.measure.writing import EncodedTask, copy_tasks, write
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.propose.methods.suffix import Suffix
-from outrider.propose.registry import register
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.settings import Method, ProposerContext, register
+from outrider.propose.suffix import Suffix
+from outrider.widen import wide_target
 
 _LENGTHS = (1, 2, 3, 5, 7, 9, 12)
 _LOOKUP_LENGTHS = (4, 8, 16)

@@ -34,11 +34,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM, DFlash, Eagle3, SamplingParams, SpeculationConfig
-from outrider.measure.machine import describe, read_bandwidth
-from outrider.model.pass_timer import PassTimer
+from outrider.lab.measure.machine import describe, read_bandwidth
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
+from outrider.model.memory import PassTimer
 from outrider.propose.base import Proposer
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
 
 _SHORT, _LONG = 1, 9
 #: Length of the drafts that are held against a pass of the target.

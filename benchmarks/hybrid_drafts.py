@@ -3,7 +3,7 @@
     python recipes/train_hybrid.py FOLDER --minutes 24
     OMP_NUM_THREADS=2 python -m benchmarks.hybrid_drafts FOLDER --out FILE      about 4 minutes on two cores
 
-The copy computes what the trained model computes and reads many times the weights (outrider.measure.widen), so that a
+The copy computes what the trained model computes and reads many times the weights (outrider.widen), so that a
 pass waits for memory, as one of a larger model does. Its own layer that predicts several tokens, the embedded draft model
 and the engine's choice (`auto`) between both take turns with plain decoding at temperature 1, one text at a time. Passes
 are timed in every round, too, in the middle of such a text. The figures are medians of rounds with their ranges:
@@ -34,16 +34,14 @@ from benchmarks.governor import lower_bound
 from benchmarks.heads import Clock
 from benchmarks.hybrids import steps
 from outrider import LLM, DraftModel, Mtp, SpeculationConfig
-from outrider.embedded import default_model
-from outrider.measure.decoding_config import DecodingConfig
-from outrider.measure.figures import Spread
-from outrider.measure.load import LoadWatch
-from outrider.measure.machine import describe
-from outrider.measure.run import EncodedTask, write
-from outrider.measure.tasks import built_in
-from outrider.measure.texts import encoded_tasks
-from outrider.measure.widen import wide_copy
-from outrider.model.pass_timer import PassTimer
+from outrider.config import default_model
+from outrider.lab.measure.decoding_config import DecodingConfig
+from outrider.lab.measure.figures import Spread
+from outrider.lab.measure.machine import LoadWatch, describe
+from outrider.lab.measure.tasks import built_in
+from outrider.lab.measure.writing import EncodedTask, encoded_tasks, write
+from outrider.model.memory import PassTimer
+from outrider.widen import wide_copy
 
 _WORKLOAD, _LENGTH, _TEMPERATURE = "code_completion", 512, 1.0
 #: Passes of each number of rows that are timed in a round.

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import LLM
-from outrider.measure.machine import describe, read_bandwidth, weight_bytes
-from outrider.model.pass_timer import PassTimer
+from outrider.lab.measure.machine import describe, read_bandwidth
+from outrider.model.memory import PassTimer, weight_bytes
 
 ROWS = (1, 4, 8)
 _CONTEXT = 64

@@ -27,9 +27,9 @@ from tests.model.drawn_files import q4_k_m, write_drawn
 from transformers import Qwen3Config
 
 from outrider import LLM, SamplingParams
-from outrider.govern.economics import Economics, PassCost
-from outrider.measure.machine import MemoryWatch, describe
-from outrider.model.pass_costs import measure_passes
+from outrider.lab.economics import Economics, PassCost
+from outrider.lab.measure.machine import MemoryWatch, describe
+from outrider.model.memory import measure_passes
 
 #: Shapes by the size that they are named for: hidden size, width of the feed-forward, layers, heads.
 SHAPES = {"8B": (4096, 12288, 36, 32), "1B": (2048, 6144, 16, 16), "0.6B": (1024, 3072, 28, 16), "tiny": (256, 512, 2, 4)}

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from outrider import SamplingParams
-from outrider.measure.machine import describe
+from outrider.lab.measure.machine import describe
 from outrider.verify.logits import target_probs
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from outrider.verify.rules import block_acceptance, residual

@@ -37,12 +37,12 @@ from benchmarks.forced_tokens import speedup_of
 from benchmarks.forced_tokens import workloads as structured
 from benchmarks.tokens_per_pass import WRITING, ratio
 from outrider import LLM, DraftModel, Merge, SamplingParams, SpeculationConfig, Suffix
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.engine.stats import PHASES
-from outrider.measure.replay import Replay, copy_tasks
-from outrider.measure.tasks import Task, built_in
-from outrider.measure.widen import wide_target
-from outrider.propose.method import Method
+from outrider.lab.measure.tasks import Task, built_in
+from outrider.lab.measure.writing import Replay, copy_tasks
+from outrider.propose.settings import Method
+from outrider.widen import wide_target
 
 _PARTS = ("members", "stages", "choices")
 WORKLOADS = ("code_completion", "json", "copy_editing")

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.tenants import address
-from outrider.measure.machine import describe
+from outrider.lab.measure.machine import describe
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = ("by prefix", "at random")

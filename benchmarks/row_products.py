@@ -24,12 +24,11 @@ from statistics import median
 
 import torch
 
-from outrider.kernels.formats.gguf import GGUF_TYPES
-from outrider.kernels.formats.registry import FORMATS, plain
-from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.formats import FORMATS, StoredWeight, plain
+from outrider.kernels.gguf_blocks import GGUF_TYPES
 from outrider.kernels.library import KernelLibrary, available_sets, kernels_for
 from outrider.kernels.packed import PackedWeights
-from outrider.measure.machine import read_bandwidth
+from outrider.lab.measure.machine import read_bandwidth
 
 USUAL = ("bfloat16", "int8", "int8+a8", "int4-g128", "int4-g128+a8", "int4-g32", "int4-g32+a8", "int4-g32-asym+a8")
 #: Together, the matrices of a format take at least so many bytes.

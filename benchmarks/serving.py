@@ -36,11 +36,11 @@ from tests.server.running import running
 from tests.server.wire import Connection
 from transformers import AutoTokenizer
 
-from outrider.bench.peers.base import PeerMode, PeerModels
-from outrider.bench.peers.llama_cpp import LlamaCppEngine, LlamaCppPeer
-from outrider.embedded import default_model
-from outrider.measure.machine import describe
-from outrider.measure.widen import cache_folder, wide_target
+from outrider.config import default_model
+from outrider.lab.measure.machine import describe
+from outrider.lab.peers.base import PeerMode, PeerModels
+from outrider.lab.peers.llama_cpp import LlamaCppEngine, LlamaCppPeer
+from outrider.widen import cache_folder, wide_target
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 CLIENTS = 16

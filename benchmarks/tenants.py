@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.measure.machine import describe
+from outrider.lab.measure.machine import describe
 
 RESULTS = Path(__file__).parent / "results"
 KEYS = "flood:loud,quiet:calm"

@@ -19,10 +19,9 @@ import numpy as np
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.draft import Law
-from outrider.measure.tasks import built_in
-from outrider.propose.trees.pace import FixedPace
-from outrider.propose.trees.sequoia import SequoiaTree
-from outrider.stats import RequestStats
+from outrider.lab.measure.tasks import built_in
+from outrider.propose.trees.adaptive import FixedPace, SequoiaTree
+from outrider.results import RequestStats
 
 #: Seconds of a pass of the wide target in bfloat16 with AVX-512, by rows.
 WIDE = {1: 0.0201, 8: 0.0201, 12: 0.0201, 16: 0.0201, 32: 0.0302}

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outrider.engine.stats import EngineStats
-from outrider.propose import registry as methods
-from outrider.propose.method import Method
-from outrider.propose.speculation import SpeculationConfig
-from outrider.stats import RequestStats
+from outrider.propose import settings
+from outrider.propose.settings import Method, SpeculationConfig
+from outrider.results import RequestStats
 
 PAGE = Path(__file__).parent / "reference" / "methods.md"
 INTRODUCTION = """# Methods
@@ -55,8 +54,8 @@ ONE_RULE = "its drafts are not drawn from known probabilities, so the walk check
 def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION, "## Settings around every method", _settings(SpeculationConfig)]
-    for name in sorted(methods._BUILT_IN):
-        parts += list(_method(methods.find(name)))
+    for name in sorted(settings._BUILT_IN):
+        parts += list(_method(settings.find(name)))
     parts.append(STATISTICS)
     for counts in (RequestStats, EngineStats):
         parts += [f"### {counts.__name__}", _fields(counts)]

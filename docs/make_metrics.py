@@ -12,7 +12,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import LLM
-from outrider.engine.hosting.thread import Health
+from outrider.engine.thread import Health
 from outrider.server.metrics import EngineState, ServerMetrics
 
 PAGE = Path(__file__).parent / "reference" / "metrics.md"

@@ -32,10 +32,10 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from outrider.kernels.library import kernel_library
-from outrider.model import hf
+from outrider.loading import hf_modules
+from outrider.loading.loaded_model import EncoderFacts, LoadedModel
 from outrider.model.factory import BACKENDS
-from outrider.model.fused.families import FAMILIES
-from outrider.model.loading.loaded_model import EncoderFacts, LoadedModel
+from outrider.model.families import FAMILIES
 from outrider.model.probe import probe, reference
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
@@ -74,14 +74,16 @@ class Probed:
 
 def kinds() -> list[str]:
     """Causal language models, and models with an encoder that read text and write text."""
-    with_encoder = (kind for kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if hf.has_encoder(CONFIG_MAPPING[kind]()))
+    with_encoder = (
+        kind for kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES if hf_modules.has_encoder(CONFIG_MAPPING[kind]())
+    )
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *with_encoder})
 
 
 def judge(kind: str) -> Probed:
     """Build one type and probe it."""
     default = CONFIG_MAPPING[kind]()
-    if hf.has_encoder(default) and not hf.reads_text(default):
+    if hf_modules.has_encoder(default) and not hf_modules.reads_text(default):
         return Probed(kind, "refused", "an encoder-decoder whose encoder reads no text")
     try:
         model = _build(kind)
@@ -131,14 +133,14 @@ def _build(kind: str) -> Any:
         try:
             torch.manual_seed(0)
             config = make_config()
-            auto = AutoModelForSeq2SeqLM if hf.has_encoder(config) else AutoModelForCausalLM
+            auto = AutoModelForSeq2SeqLM if hf_modules.has_encoder(config) else AutoModelForCausalLM
             model = auto.from_config(config).float().eval()
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.dim() > 1:
                         parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
                 text = torch.arange(12)[None]
-                model(text, **({"decoder_input_ids": text} if hf.has_encoder(config) else {}), use_cache=False)
+                model(text, **({"decoder_input_ids": text} if hf_modules.has_encoder(config) else {}), use_cache=False)
         except Exception as error:
             problem = error
         else:
@@ -174,8 +176,8 @@ def _loaded(kind: str, model: Any) -> LoadedModel:
     vocab_size = int(head.weight.shape[0]) if head is not None else model.config.get_text_config().vocab_size
     slices = "logits_to_keep" in type(model).forward.__code__.co_varnames
     encoder = None
-    if hf.has_encoder(model.config):
-        encoder = EncoderFacts(64, int(hf.decoder_config(model.config).hidden_size), (1,))
+    if hf_modules.has_encoder(model.config):
+        encoder = EncoderFacts(64, int(hf_modules.decoder_config(model.config).hidden_size), (1,))
     where = torch.device("cpu"), torch.float32
     return LoadedModel(kind, model, None, vocab_size, 64, frozenset(), *where, slices, encoder=encoder)
 

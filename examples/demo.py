@@ -3,7 +3,7 @@ both write in turns, A B A B, and the median of the rounds says what the draft m
 
     python examples/demo.py            (or: make demo)
 
-The target is the *wide* copy of the embedded one (outrider.measure.widen): the same function, so the draft model guesses as
+The target is the *wide* copy of the embedded one (outrider.widen): the same function, so the draft model guesses as
 well as it really does, at 25 times the weights, so a forward pass costs what it costs a model of 0.36 B parameters.
 """
 
@@ -24,14 +24,13 @@ from rich.text import Text
 
 from outrider import LLM, SamplingParams, StreamPiece
 from outrider.cli.render import coloured, legend
+from outrider.config import default_model
 from outrider.kernels.library import kernel_library
-from outrider.llm import default_model
-from outrider.measure.contestants import interleave, ours
-from outrider.measure.decoding_config import DecodingConfig, parse_ways
-from outrider.measure.figures import Spread
-from outrider.measure.run import EncodedTask, Run
-from outrider.measure.widen import wide_target
-from outrider.stats import RequestStats
+from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
+from outrider.lab.measure.figures import Spread
+from outrider.lab.measure.writing import EncodedTask, Run, interleave, ours
+from outrider.results import RequestStats
+from outrider.widen import wide_target
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
 MAX_TOKENS = 96

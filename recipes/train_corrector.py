@@ -19,7 +19,7 @@ from corrections import Correction, corrections
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig, Suffix
-from outrider.embedded import default_model
+from outrider.config import default_model
 
 LR, HELD_OUT_SEED = 3e-3, 2**20
 #: The most tokens of the sources of a step, and the texts that are drawn at a time, to go by their length.

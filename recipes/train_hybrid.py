@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5TextModel
 
 from outrider import LLM, DraftModel, Mtp, SamplingParams, SpeculationConfig
-from outrider.embedded import default_model
-from outrider.propose.methods.early_exit import EarlyExit
+from outrider.config import default_model
+from outrider.propose.own_layers import EarlyExit
 
 #: The layers of the embedded target whose norms and feed-forward parts the layers of the hybrid and of `Ahead` begin with.
 BEGIN, LAST = (0, 2, 4, 6), 7

@@ -2,14 +2,14 @@
 
     python recipes/widen.py SOURCE_DIR TARGET_DIR --hidden 4 --ffn 8 --dtype bfloat16
 
-With these factors the embedded target's 384 x 1024 becomes 1536 x 8192. See outrider.measure.widen.
+With these factors the embedded target's 384 x 1024 becomes 1536 x 8192. See outrider.widen.
 """
 
 import argparse
 
 import torch
 
-from outrider.measure.widen import widen
+from outrider.widen import widen
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

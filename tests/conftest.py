@@ -58,12 +58,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def believing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements of texts that are too short for a speed are believed, whatever else the machine does."""
-    from outrider.measure import plausible
-    from outrider.measure.load import Load, LoadWatch
+    from outrider.lab.measure import writing
+    from outrider.lab.measure.machine import Load, LoadWatch
 
-    monkeypatch.setattr(plausible, "SLACK", 1e9)
-    monkeypatch.setattr(plausible, "_FASTER", 1e9)
-    monkeypatch.setattr("outrider.bench.summary.SLACK", 1e9)
+    monkeypatch.setattr(writing, "SLACK", 1e9)
+    monkeypatch.setattr(writing, "_FASTER", 1e9)
+    monkeypatch.setattr("outrider.lab.bench.results.SLACK", 1e9)
     monkeypatch.setattr(LoadWatch, "load", lambda self: Load(0.0, 2, 2))
 
 

@@ -7,7 +7,7 @@ from _pytest.mark import ParameterSet
 
 from outrider.kernels.library import available_sets
 
-_BY_CHANGE = pytest.mark.by_change("src/outrider/kernels/", "src/outrider/model/fused/", "hatch_build.py")
+_BY_CHANGE = pytest.mark.by_change("src/outrider/kernels/", "src/outrider/model/", "hatch_build.py")
 
 
 def instruction_sets() -> list[ParameterSet]:

@@ -23,9 +23,9 @@ BY_CHANGE: dict[str, tuple[str, ...]] = {
     "tests/docs/test_front_page.py": ("docs/", "mkdocs.yml", "web/"),
     "tests/docs/test_python_blocks.py": ("docs/", "README.md", "src/outrider/__init__.py"),
     "tests/release/test_wheels.py": ("src/outrider/kernels/native/", "hatch_build.py", "pyproject.toml", "release/"),
-    "tests/server/pages/": ("web/", "src/outrider/server/pages/", "src/outrider/server/api/answers.py"),
+    "tests/server/pages/": ("web/", "src/outrider/server/pages/", "src/outrider/server/answers.py"),
     "tests/server/test_replicas.py": ("src/outrider/server/replicas/",),
-    "tests/train/": ("src/outrider/train/",),
+    "tests/train/": ("src/outrider/lab/train/",),
 }
 
 

@@ -15,11 +15,11 @@ from benchmarks.gpu.plain import about
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.stepping import Texts, in_short, profiled
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.embedded import default_model
-from outrider.measure.tasks import built_in
-from outrider.measure.texts import encoded_tasks
-from outrider.measure.widen import wide_module
-from outrider.propose.speculation import PLAIN
+from outrider.config import default_model
+from outrider.lab.measure.tasks import built_in
+from outrider.lab.measure.writing import encoded_tasks
+from outrider.propose.settings import PLAIN
+from outrider.widen import wide_module
 
 #: Factors for 384 hidden numbers and 1,024 feed-forward units, and layers.
 TARGET, DRAFT = (11, 14, 32), (5, 8, 16)

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu.record import Record
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.prove.tiny import save_tiny_llama
+from outrider.lab.prove.tiny import save_tiny_llama
+from outrider.propose.draft_model import DraftModel
 
 PROMPTS = [[1, 5, 9, 2, 7, 7, 3, 11, 4], [3, 1, 4], [2, 2, 8, 6]]
 TEXTS = ["def parse(line):\n", "class Reader:\n    def __init__(self, path):\n", "import os\nimport sys\n\n"]

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import first_seconds, milliseconds
-from outrider.cache.layer_spec import LayerReach
-from outrider.kernels.triton import draws, probabilities
-from outrider.kernels.triton.attention import SPLIT, TILE, TritonAttention
-from outrider.kernels.triton.kv_write import write_rows
-from outrider.model.backends.pass_rows import pass_rows
+from outrider.cache.pool import LayerReach
+from outrider.kernels.triton import sampling
+from outrider.kernels.triton.attention import SPLIT, TILE, TritonAttention, write_rows
+from outrider.model.attention import pass_rows
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import visible
 from outrider.params import SamplingParams
@@ -200,7 +199,7 @@ def made_likely(size: int, dtype: torch.dtype, device: torch.device) -> dict[str
 
 def likely(logits: Tensor, params: list[SamplingParams]) -> Tensor:
     cuts = ([getattr(each, name) for each in params] for name in ("top_k", "top_p", "min_p"))
-    return probabilities.target_probs(logits, [0.0 if each.greedy else each.temperature for each in params], *cuts)
+    return sampling.target_probs(logits, [0.0 if each.greedy else each.temperature for each in params], *cuts)
 
 
 def drawn(size: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -210,8 +209,8 @@ def drawn(size: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]
     probs[:, ::3] = 0
     bits = torch.from_numpy(noise.mix_fields(torch.arange(80).view(16, 5).numpy().astype("uint64")))
     there = probs.to(device), bits.to(device)
-    raced, seconds = first_seconds(lambda: draws.race(*there).cpu(), device)
-    inverted = draws.invert(*there).cpu()
+    raced, seconds = first_seconds(lambda: sampling.race(*there).cpu(), device)
+    inverted = sampling.invert(*there).cpu()
     with stock_operators():
         same = [
             int((raced == noise.gumbel_max(probs, bits)).sum()),
@@ -225,11 +224,11 @@ def drawn(size: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]
     bound = 1e-12 if dtype == torch.float64 else 1e-5
     found = {
         "draws_as_on_the_cpu": same,
-        "owed_mass": beside(draws.owed_mass(*given).cpu(), mass, bound),
-        "owed_probs": beside(draws.owed_probs(*given).cpu(), want, bound),
+        "owed_mass": beside(sampling.owed_mass(*given).cpu(), mass, bound),
+        "owed_probs": beside(sampling.owed_probs(*given).cpu(), want, bound),
         "first_seconds": seconds,
-        "ms, race, 16 rows": milliseconds(lambda: draws.race(*there), device),
-        "ms, invert, 16 rows": milliseconds(lambda: draws.invert(*there), device),
+        "ms, race, 16 rows": milliseconds(lambda: sampling.race(*there), device),
+        "ms, invert, 16 rows": milliseconds(lambda: sampling.invert(*there), device),
     }
     found["right"] = min(same) == 16 and found["owed_mass"]["right"] and found["owed_probs"]["right"]
     return found

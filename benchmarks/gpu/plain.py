@@ -13,7 +13,7 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.stepping import Texts, in_short, profiled
 from benchmarks.gpu.timing import first_seconds, milliseconds, synchronise
 from outrider import LLM, SamplingParams
-from outrider.propose.speculation import PLAIN
+from outrider.propose.settings import PLAIN
 
 #: The shape of Llama 3.1 8B, and one for a rehearsal on a CPU.
 SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128_256}

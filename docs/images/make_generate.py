@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider import LLM, SamplingParams
-from outrider.cli.endings import ending
-from outrider.cli.render import closing_line, coloured, legend
+from outrider.cli.render import closing_line, coloured, ending, legend
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
 

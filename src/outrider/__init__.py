@@ -21,63 +21,54 @@ if TYPE_CHECKING:
         StructuredOutputs,
         TokenOrigin,
     )
-    from outrider.patching.generate import patch, unpatch
-    from outrider.propose.auto import Auto
-    from outrider.propose.compositions import Merge, Then
-    from outrider.propose.methods.blockwise import Blockwise
-    from outrider.propose.methods.cross_vocabulary import CrossVocabulary
-    from outrider.propose.methods.dflash import DFlash
-    from outrider.propose.methods.draft_model import DraftModel
-    from outrider.propose.methods.eagle1 import Eagle1
-    from outrider.propose.methods.eagle3 import Eagle3
-    from outrider.propose.methods.early_exit import EarlyExit
-    from outrider.propose.methods.exit_head import ExitHead
-    from outrider.propose.methods.layer_skip import LayerSkip
-    from outrider.propose.methods.lookahead import Lookahead
-    from outrider.propose.methods.medusa import Medusa
-    from outrider.propose.methods.mtp import Mtp
-    from outrider.propose.methods.ngram import Ngram
-    from outrider.propose.methods.peagle import PEagle
-    from outrider.propose.methods.prediction import Prediction
-    from outrider.propose.methods.staged import Staged
-    from outrider.propose.methods.suffix import Suffix
-    from outrider.propose.methods.token_recycling import TokenRecycling
-    from outrider.propose.speculation import SpeculationConfig
-    from outrider.stats import RequestStats
-    from outrider.trace import RoundTrace
+    from outrider.patching import patch, unpatch
+    from outrider.propose.compositions import Auto, Merge, Then
+    from outrider.propose.cross_vocabulary import CrossVocabulary
+    from outrider.propose.draft_model import DraftModel
+    from outrider.propose.eagle import Eagle1, Eagle3, Mtp
+    from outrider.propose.lookahead import Lookahead
+    from outrider.propose.ngram import Ngram, Prediction
+    from outrider.propose.own_layers import EarlyExit, ExitHead, LayerSkip
+    from outrider.propose.parallel import DFlash, PEagle
+    from outrider.propose.recycling import TokenRecycling
+    from outrider.propose.row_heads import Blockwise, Medusa
+    from outrider.propose.settings import SpeculationConfig
+    from outrider.propose.staged import Staged
+    from outrider.propose.suffix import Suffix
+    from outrider.results import RequestStats, RoundTrace
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "AsyncLLM": "outrider.async_llm",
     "LLM": "outrider.llm",
-    "SpeculationConfig": "outrider.propose.speculation",
-    "Auto": "outrider.propose.auto",
-    "Blockwise": "outrider.propose.methods.blockwise",
-    "CrossVocabulary": "outrider.propose.methods.cross_vocabulary",
-    "DFlash": "outrider.propose.methods.dflash",
-    "DraftModel": "outrider.propose.methods.draft_model",
-    "Eagle1": "outrider.propose.methods.eagle1",
-    "Eagle3": "outrider.propose.methods.eagle3",
-    "EarlyExit": "outrider.propose.methods.early_exit",
-    "ExitHead": "outrider.propose.methods.exit_head",
-    "LayerSkip": "outrider.propose.methods.layer_skip",
-    "Medusa": "outrider.propose.methods.medusa",
+    "SpeculationConfig": "outrider.propose.settings",
+    "Auto": "outrider.propose.compositions",
+    "Blockwise": "outrider.propose.row_heads",
+    "CrossVocabulary": "outrider.propose.cross_vocabulary",
+    "DFlash": "outrider.propose.parallel",
+    "DraftModel": "outrider.propose.draft_model",
+    "Eagle1": "outrider.propose.eagle",
+    "Eagle3": "outrider.propose.eagle",
+    "EarlyExit": "outrider.propose.own_layers",
+    "ExitHead": "outrider.propose.own_layers",
+    "LayerSkip": "outrider.propose.own_layers",
+    "Medusa": "outrider.propose.row_heads",
     "Merge": "outrider.propose.compositions",
-    "Mtp": "outrider.propose.methods.mtp",
-    "Ngram": "outrider.propose.methods.ngram",
-    "PEagle": "outrider.propose.methods.peagle",
-    "Prediction": "outrider.propose.methods.prediction",
-    "Staged": "outrider.propose.methods.staged",
-    "Suffix": "outrider.propose.methods.suffix",
+    "Mtp": "outrider.propose.eagle",
+    "Ngram": "outrider.propose.ngram",
+    "PEagle": "outrider.propose.parallel",
+    "Prediction": "outrider.propose.ngram",
+    "Staged": "outrider.propose.staged",
+    "Suffix": "outrider.propose.suffix",
     "Then": "outrider.propose.compositions",
-    "Lookahead": "outrider.propose.methods.lookahead",
-    "TokenRecycling": "outrider.propose.methods.token_recycling",
+    "Lookahead": "outrider.propose.lookahead",
+    "TokenRecycling": "outrider.propose.recycling",
     "OutriderError": "outrider.errors",
-    "patch": "outrider.patching.generate",
-    "unpatch": "outrider.patching.generate",
-    "RequestStats": "outrider.stats",
-    "RoundTrace": "outrider.trace",
+    "patch": "outrider.patching",
+    "unpatch": "outrider.patching",
+    "RequestStats": "outrider.results",
+    "RoundTrace": "outrider.results",
     **dict.fromkeys(
         (
             "SamplingParams",

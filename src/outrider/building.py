@@ -1,36 +1,191 @@
-"""Builds an engine: loads the model, sizes its memory, builds its proposers and applies a profile."""
+"""Builds an engine: loads the target and its draft models, sizes their memory, builds proposers and applies a profile."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from weakref import WeakSet
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
-from outrider.embedded import default_model
+from outrider import __version__
+from outrider.config import CacheConfig, ModelConfig, SchedulerConfig, default_model
+from outrider.engine.drafting.proposers import ProposerSet
 from outrider.engine.engine import Engine
-from outrider.engine.proposing.proposers import ProposerSet
-from outrider.errors import ContradictionError, InputError
+from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError, ProfileMismatchError
+from outrider.loading.configuration import has_rounded_weights, read_needs
+from outrider.loading.fit import Needs, needs
+from outrider.loading.loaded_model import LoadedModel
+from outrider.loading.loader import adopt_model, check_given, load_model
+from outrider.loading.sources import check_sources
 from outrider.model.factory import make_runner
-from outrider.model.loading.draft_loader import DraftLoader
-from outrider.model.loading.from_module import check_given
-from outrider.model.loading.loaded_model import LoadedModel
-from outrider.model.loading.loader import adopt_model, load_model
-from outrider.model.loading.sources import check_sources
-from outrider.model.memory import Beside
+from outrider.model.memory import Beside, device_name
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
-from outrider.options import Speculation
 from outrider.params import SamplingParams
-from outrider.profile import Identity, Profile, read_profile
 from outrider.prompts import PromptEncoder
 from outrider.propose.compositions import parts_of
 from outrider.propose.defaults import SpeculationDefaults
-from outrider.propose.methods.draft_model import draft_models
-from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.draft_model import DraftModel, draft_models
+from outrider.propose.settings import Method, SpeculationConfig
+
+# --- Profiles: recommended settings of speculation for one model on one machine.
+#
+# A profile changes no text, only the speed: every setting writes the same distribution.
+
+
+#: The form of profiles that this version writes and reads.
+FORMAT = 1
+_AGAIN = "Run outrider tune again."
+#: What a configuration says that changes nothing of what a model computes.
+_IDLE_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+
+
+class Identity(BaseModel):
+    """What a profile holds for.
+
+    Attributes:
+        model: Path or hub id, to show; another copy of the same model fits as well.
+        config: A digest of its configuration.
+        dtype: Of its weights.
+        quantization: How they are rounded; None where they are not.
+        processor: The name of the processor, or of the accelerator where the model lies on one.
+        kernels: The instruction set of our kernels; None where stock operators compute.
+        threads: Threads that compute.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str
+    config: str
+    dtype: str
+    quantization: str | None
+    processor: str
+    kernels: str | None
+    threads: int
+
+    @classmethod
+    def of(cls, runner: ModelRunner, quantization: str | None) -> Identity:
+        """That of a target which is loaded.
+
+        Args:
+            runner: Of the target.
+            quantization: How its weights were rounded at load.
+        """
+        loaded = runner.loaded
+        config = json.loads(loaded.model.config.to_json_string(use_diff=True))
+        kept = {name: value for name, value in config.items() if name not in _IDLE_FIELDS}
+        return cls(
+            model=loaded.name,
+            config=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:24],
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            quantization=quantization,
+            processor=device_name(loaded.device),
+            kernels=runner.backend.instruction_set(loaded.model),
+            threads=torch.get_num_threads(),
+        )
+
+
+class Profile(BaseModel):
+    """What a tuning recommends, and what it was made for.
+
+    Attributes:
+        format: The form of this file.
+        outrider: The version that made it.
+        identity: What it holds for.
+        speculation: The settings, as SpeculationConfig.of takes them.
+        concurrency: Texts at a time for which they were chosen.
+        gain: The expected speedup over plain decoding.
+        measured: Whether the gain was measured and not predicted.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    outrider: str = __version__
+    identity: Identity
+    speculation: dict[str, Any]
+    concurrency: Annotated[int, Field(ge=1)]
+    gain: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+    measured: bool
+
+    def check_model(self, path: str, found: Identity) -> None:
+        """Raise ProfileMismatchError where the profile was made for another model: its settings say nothing of this one.
+
+        Args:
+            path: Of the profile, to name.
+            found: The model that is loaded.
+        """
+        made = self.identity
+        if made.config != found.config:
+            problem = f"the profile {path} was made for {made.model!r}, a model of another configuration"
+            remedy = "Leave the profile out, or run outrider tune for this model."
+            raise ProfileMismatchError(found.model, problem, remedy, "config", made.config, found.config)
+
+    def misfit(self, found: Identity) -> str:
+        """Why the profile does not hold for the weights' type or for the machine; empty where it does."""
+        fields = ("dtype", "quantization", "processor", "kernels", "threads")
+        pairs = ((name, getattr(self.identity, name), getattr(found, name)) for name in fields)
+        return ", ".join(f"{name} was {made!r} and is {here!r}" for name, made, here in pairs if made != here)
+
+
+def read_profile(path: str | PathLike[str]) -> tuple[Profile, SpeculationConfig]:
+    """A profile, and the settings that it recommends.
+
+    Raises:
+        InvalidParameterError: The file cannot be read, is no profile or of a newer form, or names what is not there.
+    """
+    name = fspath(path) if isinstance(path, str | PathLike) else path
+    if not isinstance(name, str):
+        raise InvalidParameterError("profile", path, "it is no path", "Give a file that outrider tune wrote.")
+    profile = _parsed(name, _content(name))
+    try:
+        config = SpeculationConfig.of(profile.speculation)
+        for each in config.candidates:
+            for part in parts_of(each):
+                if isinstance(part.method, DraftModel):
+                    check_sources(model=part.method.model)
+    except InputError as error:
+        made = f"Outrider {profile.outrider} made it"
+        raise InvalidParameterError("profile", name, f"its settings cannot be used ({error}); {made}", _AGAIN) from error
+    return profile, config
+
+
+def _content(name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(name).read_text("utf-8"))
+    except OSError as error:
+        problem = f"it cannot be read ({error.strerror or error})"
+        raise InvalidParameterError("profile", name, problem, "Give a file that outrider tune wrote.") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameterError("profile", name, f"it is not JSON ({error})", _AGAIN) from None
+    if not isinstance(content, dict):
+        raise InvalidParameterError("profile", name, "it is JSON, but no profile", _AGAIN)
+    return content
+
+
+def _parsed(name: str, content: dict[str, Any]) -> Profile:
+    form = content.get("format")
+    if isinstance(form, int) and form > FORMAT:
+        problem = f"Outrider {content.get('outrider')} wrote it in form {form}, and this version reads form {FORMAT}"
+        raise InvalidParameterError("profile", name, problem, "Update Outrider, or run outrider tune with this version.")
+    try:
+        return Profile.model_validate(content)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        field = ".".join(map(str, detail["loc"]))
+        raise InvalidParameterError("profile", name, f"it is no profile ({field}: {detail['msg']})", _AGAIN) from None
+
+
+# --- Builds an engine: loads the model, sizes its memory, builds its proposers and applies a profile.
+
 
 logger = logging.getLogger(__name__)
 
@@ -196,3 +351,150 @@ def checkpoint_params(loaded: LoadedModel) -> SamplingParams:
         named = ", ".join(f"{name}={value}" for name, value in taken.items())
         logger.info("%s: without SamplingParams its own generation defaults are used: %s", loaded.name, named)
     return SamplingParams(**taken)
+
+
+# --- Loading models that draft beside a target.
+
+
+class DraftLoader:
+    """Loads models that draft beside a target, each with KV memory of its own that holds what the target's holds.
+
+    Args:
+        target: The target.
+        settings: How the target was loaded.
+        cache: How its memory is cut.
+        scheduling: Sequences that run at a time, and rows of a pass.
+        given: Models that the caller has loaded, by the name that settings have for them. They are copied whenever a
+            proposer is built.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        settings: ModelConfig,
+        cache: CacheConfig,
+        scheduling: SchedulerConfig,
+        given: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._given = given or {}
+        self._target = target
+        self._settings = settings
+        self._cache = cache
+        self._scheduling = scheduling
+        self._runners = WeakSet[ModelRunner]()
+
+    def __call__(
+        self,
+        model: str,
+        *,
+        dtype: str | None = None,
+        quantization: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> ModelRunner:
+        """Load a folder or hub id, or copy a model that was given. Where `dtype` is None it is the target's, and where
+        `quantization` is None it is that of all draft models. Trust is given to each checkpoint alone.
+
+        Raises:
+            InvalidParameterError: No such folder.
+            ModelError: It cannot be used, or there is no memory for it.
+        """
+        if model not in self._given:
+            check_sources(draft_model=model)
+        settings = self._settings_of(model, dtype, quantization, revision, trust_remote_code=trust_remote_code)
+        if self._settings.activations is not None and self._is_rounded(settings):
+            settings = settings.replace(activations=self._settings.activations)
+        loaded = self._load(settings)
+        cache = self._cache.replace(num_tokens=self._capacity)
+        beside = Beside(keys=sum(runner.unmade_bytes for runner in self._runners))
+        runner = make_runner(loaded, "auto", cache, self._scheduling, beside=beside)
+        self._runners.add(runner)
+        return runner
+
+    def serve(self, target: ModelRunner) -> None:
+        """From now on drafts can be loaded: the target has its memory, and what fits there fits that of a draft."""
+        self._runners.add(target)
+        self._capacity = target.blocks.num_blocks * target.blocks.block_size
+
+    def needs(
+        self,
+        model: str,
+        *,
+        dtype: str | None = None,
+        quantization: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Needs | None:
+        """What a draft model will take of memory; None where that is not known before it is loaded."""
+        settings = self._settings_of(model, dtype, quantization, revision, trust_remote_code=trust_remote_code)
+        given = self._given.get(model)
+        if given is not None:
+            return needs(settings, given.config, sum(w.numel() for w in given.parameters()) * self._target.dtype.itemsize)
+        try:
+            return read_needs(settings)
+        except (InputError, ModelError):  # which loading will raise, with the place of the setting
+            return None
+
+    def _settings_of(
+        self, model: str, dtype: str | None, quantization: str | None, revision: str | None, *, trust_remote_code: bool
+    ) -> ModelConfig:
+        target = self._target
+        rounding = quantization or self._settings.draft_quantization
+        return self._settings.replace(
+            model=model,
+            dtype=dtype or str(target.dtype).removeprefix("torch."),
+            device=str(target.device),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            attention_backend="auto",
+            max_model_len=None,
+            quantization=rounding,
+            activations=None,
+            batch_invariant=False,  # drafts may differ in their bits: they are guesses
+        )
+
+    def _is_rounded(self, settings: ModelConfig) -> bool:
+        """Whether the weights of a draft model are rounded, or were in its files."""
+        if settings.model in self._given:
+            return settings.quantization is not None
+        return has_rounded_weights(settings)
+
+    def _load(self, settings: ModelConfig) -> LoadedModel:
+        given = self._given.get(settings.model)
+        return load_model(settings) if given is None else adopt_model(given, settings)
+
+
+# --- Options of a call beside its prompt and sampling parameters.
+
+
+#: Any form that SpeculationConfig.of takes.
+Speculation = SpeculationConfig | Method | Mapping[str, Any] | str
+
+
+class TextOptions(TypedDict, total=False):
+    """What a call may ask for beside a prompt, parameters and speculation.
+
+    Attributes:
+        namespace: Whose prompt it is: caches are shared within a namespace and never beyond it, and namespaces take turns.
+        trace: Whether outputs tell of every round.
+        prediction: A text, or token ids, that the caller expects the output to have, for the method `prediction`.
+        priority: Among the requests of one namespace that wait, lower numbers go first. The usual number is 0.
+        decoder_prompt: A text that the decoder goes on from, or token ids from its start token on, where an encoder reads
+            the prompt.
+    """
+
+    namespace: str | None
+    trace: bool
+    prediction: str | Sequence[int] | None
+    priority: int
+    decoder_prompt: str | Sequence[int] | None
+
+
+class CallOptions(TextOptions, total=False):
+    """What a call may ask for beside a prompt and parameters.
+
+    Attributes:
+        speculation: Who drafts, in place of the LLM's own; "none" decodes plainly.
+    """
+
+    speculation: Speculation | None

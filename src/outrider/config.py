@@ -1,13 +1,76 @@
-"""Frozen, composed configurations, validated once."""
+"""Configurations of an engine: frozen values, checked once, whose errors name the field, the value and the remedy."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.resources import files
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.validation import Frozen
+from outrider.errors import ContradictionError, InputError, InvalidParameterError, UnsupportedParameterError
+
+# --- Frozen, validated value types whose errors name the field, the value and the remedy.
+
+
+class Frozen(BaseModel):
+    """An immutable record; unknown names and values out of range raise an InputError."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
+
+    #: Names other engines accept that are refused here, each with the reason.
+    refused: ClassVar[dict[str, str]] = {}
+    #: What to use instead of a refused name, where there is something.
+    remedies: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, **values: Any) -> None:
+        for name in sorted(values.keys() & self.refused.keys()):
+            raise UnsupportedParameterError(
+                name, values[name], self.refused[name], self.remedies.get(name, "Leave it out.")
+            )
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _first_problem(type(self), error) from None
+
+    def replace(self, **changes: Any) -> Self:
+        """A validated copy with some fields changed."""
+        return type(self)(**{**dict(self), **changes})
+
+
+def unknown_setting(owner: str, name: str, value: object, known: Iterable[str]) -> InvalidParameterError:
+    """The error for a name that `owner` does not know: the nearest one that it does, and all of them."""
+    names = sorted(known)
+    return InvalidParameterError(
+        name, value, "no such setting", f"{nearest(name, names)}{owner} knows: {', '.join(names)}."
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question for the known name that is most like this one, with a blank behind it; empty where none is like it."""
+    return "".join(f"Did you mean {near}? " for near in get_close_matches(name, sorted(known), n=1))
+
+
+def _first_problem(kind: type[Frozen], error: ValidationError) -> InputError:
+    detail = min(
+        error.errors(), key=lambda each: each["type"] == "missing"
+    )  # what is missing may be there under a wrong name
+    raised = detail.get("ctx", {}).get("error")
+    if isinstance(raised, InputError):
+        return raised
+    field = ".".join(str(part) for part in detail["loc"][:1]) or kind.__name__
+    if detail["type"] == "extra_forbidden":
+        return unknown_setting(kind.__name__, field, detail["input"], kind.model_fields)
+    problem = detail["msg"][0].lower() + detail["msg"][1:]
+    described = kind.model_fields.get(field)
+    remedy = (described.description if described else None) or f"See {kind.__name__}."
+    return InvalidParameterError(field, detail["input"], problem, remedy)
+
+
+# --- Frozen, composed configurations, validated once.
+
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "fused", "paged", "gather"]
@@ -137,3 +200,44 @@ class SchedulerConfig(Frozen):
                 "Raise it or lower max_num_seqs.",
             )
         return self
+
+
+# --- RequestOptions: what a request carries beside its prompt, its sampling parameters and its speculation.
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Declared once, and handed from the caller to the engine as it is.
+
+    Attributes:
+        namespace: Whose request it is. Caches are shared within a namespace and never beyond it; namespaces take turns.
+        prediction: Token ids that the caller expects the output to have, for the method `prediction`.
+        priority: Among the requests of one namespace that wait, lower numbers go first.
+        trace: Whether outputs tell of every round.
+        streaming: Whether pieces of the text are kept for a stream.
+        decoder_prompt: Token ids that the decoder begins with, where an encoder reads the prompt, from its start token on;
+            empty for those that the model always begins with.
+    """
+
+    namespace: str | None = None
+    prediction: tuple[int, ...] = ()
+    priority: int = 0
+    trace: bool = False
+    streaming: bool = False
+    decoder_prompt: tuple[int, ...] = ()
+
+
+NO_OPTIONS = RequestOptions()
+
+
+# --- The model pair that comes with the package.
+
+
+def default_model(part: str) -> str:
+    """Folder of the embedded default pair: part is "target" or "draft"."""
+    return str(files("outrider") / "assets" / part)
+
+
+def shown_name(model: str | None) -> str | None:
+    """A model's name for people; where the package lies is of no interest to them."""
+    return "embedded" if model in (default_model("target"), default_model("draft")) else model

@@ -13,7 +13,37 @@ from typing import Any, Never, Self, TypeVar, Unpack, cast
 
 import torch
 
-from outrider.arguments import (
+from outrider.building import (
+    CallOptions,
+    EnginePlan,
+    Identity,
+    RecommendedSettings,
+    Speculation,
+    TextOptions,
+    draft_name,
+    model_name,
+)
+from outrider.config import (
+    ActivationsName,
+    AttentionName,
+    CacheConfig,
+    DTypeName,
+    ModelConfig,
+    QuantizationName,
+    RequestOptions,
+    SchedulerConfig,
+    default_model,
+    shown_name,
+)
+from outrider.engine.drafting.proposers import ProposerSet
+from outrider.engine.engine import Engine
+from outrider.engine.sequence import Request
+from outrider.engine.stats import EngineStats
+from outrider.engine.thread import EngineThread, Health, Inbox, Mailbox, stream_pieces, write_all
+from outrider.errors import ClosedError, InvalidParameterError, OutriderError
+from outrider.loading.sources import check_sources
+from outrider.params import RequestOutput, SamplingParams, StreamPiece
+from outrider.prompts import (
     Conversation,
     Prompt,
     check_namespace,
@@ -24,32 +54,8 @@ from outrider.arguments import (
     split_prompts,
     spread,
 )
-from outrider.building import EnginePlan, RecommendedSettings, draft_name, model_name
-from outrider.config import (
-    ActivationsName,
-    AttentionName,
-    CacheConfig,
-    DTypeName,
-    ModelConfig,
-    QuantizationName,
-    SchedulerConfig,
-)
-from outrider.embedded import default_model, shown_name
-from outrider.engine.engine import Engine
-from outrider.engine.hosting.blocking import stream_pieces, write_all
-from outrider.engine.hosting.dispatcher import Inbox, Mailbox
-from outrider.engine.hosting.thread import EngineThread, Health
-from outrider.engine.proposing.proposers import ProposerSet
-from outrider.engine.sequence import Request
-from outrider.engine.stats import EngineStats
-from outrider.errors import ClosedError, InvalidParameterError, OutriderError
-from outrider.model.loading.sources import check_sources
-from outrider.options import CallOptions, Speculation, TextOptions
-from outrider.params import RequestOutput, SamplingParams, StreamPiece
-from outrider.profile import Identity
 from outrider.propose.defaults import SpeculationDefaults
-from outrider.propose.speculation import SpeculationConfig
-from outrider.request_options import RequestOptions
+from outrider.propose.settings import SpeculationConfig
 
 T = TypeVar("T")
 

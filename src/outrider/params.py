@@ -9,10 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from outrider.config import Frozen
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError
-from outrider.stats import RequestStats
-from outrider.trace import RoundTrace
-from outrider.validation import Frozen
+from outrider.results import RequestStats, RoundTrace
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

@@ -1,14 +1,25 @@
-"""Encodes prompts and conversations to token ids, for several threads at once."""
+"""Prompts and conversations of callers: their types and checks, and their encoding to token ids."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from inspect import signature
+from numbers import Integral
 from threading import Lock
-from typing import Any
+from typing import Any, TypedDict
 
-from outrider.arguments import encode_text, read_conversation, read_prompt
+import numpy as np
+import torch
+
+from outrider.config import Frozen, unknown_setting
 from outrider.errors import InvalidParameterError, InvalidPromptError
+from outrider.params import SamplingParams
+from outrider.propose.settings import FORMERLY, SpeculationConfig
+
+# --- Encodes prompts and conversations to token ids, for several threads at once.
+
 
 #: The text of a prompt, None where it came as token ids or as a conversation, and its token ids.
 Encoded = tuple[str | None, tuple[int, ...]]
@@ -144,3 +155,265 @@ class PromptEncoder:
 def _num_characters(message: Any) -> int:
     content = message.get("content")
     return len(content) if isinstance(content, str) else 0
+
+
+# --- Types and checks of what callers write: prompts, conversations and settings.
+
+
+class TextPrompt(TypedDict):
+    """A text to complete."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Token ids to complete."""
+
+    prompt_token_ids: Sequence[int] | torch.Tensor | np.ndarray
+
+
+#: A text, token ids (a list, or a 1-D array of integers), or either in a dict.
+Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | TextPrompt | TokensPrompt
+Conversation = Sequence[Mapping[str, Any]]
+
+_ARRAYS = (torch.Tensor, np.ndarray)
+_BYTES = (bytes, bytearray, memoryview)
+_DICT_REMEDY = "Give {'prompt': text} or {'prompt_token_ids': token ids}."
+_MESSAGES_REMEDY = "Give a list of {'role': ..., 'content': ...}, or for several conversations a list of such lists."
+
+
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts one by one, and whether it is a single one that stands in no list. None of them is checked yet.
+
+    Raises:
+        InvalidPromptError: It is neither a prompt nor a list of prompts.
+    """
+    if isinstance(prompts, str | Mapping | torch.Tensor | np.ndarray) or _is_list_of_numbers(prompts):
+        return [prompts], True
+    if not isinstance(prompts, Iterable) or isinstance(prompts, _BYTES):
+        raise InvalidPromptError(
+            "prompts",
+            prompts,
+            "neither a prompt nor a list of prompts",
+            "Give a string, a list of token ids, or a list of either.",
+        )
+    return list(prompts), False
+
+
+def read_prompt(prompt: Any) -> str | tuple[int, ...]:
+    """The text, or the token ids, that a prompt holds.
+
+    Raises:
+        InvalidPromptError: It is none.
+    """
+    if isinstance(prompt, Mapping):
+        return _read_dict(prompt)
+    if isinstance(prompt, str):
+        return prompt
+    tokens = _token_ids(prompt)
+    if tokens is None:
+        raise InvalidPromptError("prompt", prompt, "neither text nor token ids", "Give a string or a list of integers.")
+    return tokens
+
+
+def encode_text(tokenizer: Any, text: str, *, field: str = "prompt", add_special_tokens: bool = True) -> tuple[int, ...]:
+    """The tokens of a prompt.
+
+    Args:
+        tokenizer: That of the model. None where it has none.
+        text: The prompt.
+        field: What to call it in errors.
+        add_special_tokens: Whether it gets the tokens that the tokenizer puts around texts.
+
+    Raises:
+        InvalidPromptError: The text is empty or not valid Unicode, or there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise InvalidPromptError(field, text, "the model has no tokenizer", "Give a list of token ids.")
+    if not text:
+        raise InvalidPromptError(field, text, "it is empty", "Give at least one character.")
+    try:
+        # Not verbose: it would warn of the length that the tokenizer's file names. The model's own is checked elsewhere.
+        return tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+    except (TypeError, UnicodeError) as error:  # half a surrogate pair, as undecodable bytes in argv become
+        raise InvalidPromptError(field, text, "it is not valid Unicode", "Give text in UTF-8.") from error
+
+
+def _read_dict(prompt: Mapping[Any, Any]) -> str | tuple[int, ...]:
+    if prompt.keys() == {"prompt"}:
+        text = prompt["prompt"]
+        if isinstance(text, str):
+            return text
+        raise InvalidPromptError("prompt", text, "not text", _DICT_REMEDY)
+    if prompt.keys() == {"prompt_token_ids"}:
+        tokens = _token_ids(prompt["prompt_token_ids"])
+        if tokens is not None:
+            return tokens
+        raise InvalidPromptError("prompt_token_ids", prompt["prompt_token_ids"], "not token ids", _DICT_REMEDY)
+    raise InvalidPromptError("prompt", prompt, "a dict that does not hold exactly one prompt", _DICT_REMEDY)
+
+
+def _token_ids(value: Any) -> tuple[int, ...] | None:
+    """None where `value` is no list of whole numbers; an array that is none is refused with what is wrong with it."""
+    if isinstance(value, _ARRAYS):
+        _check_array(value)
+        return tuple(value.tolist())
+    if _is_list(value) and all(_is_number(t) and not isinstance(t, bool) for t in value):
+        return tuple(int(t) for t in value)
+    return None
+
+
+def _check_array(array: torch.Tensor | np.ndarray) -> None:
+    if array.ndim > 1:
+        remedy = "Give one prompt as a 1-D array of integers, several as a list of 1-D arrays of integers without padding."
+        raise InvalidPromptError("prompt", array, f"an array of {array.ndim} dimensions", remedy)
+    if array.ndim == 0 or not _is_whole(array):
+        problem = f"an array of {array.dtype}" if array.ndim else "an array of 0 dimensions"
+        raise InvalidPromptError("prompt", array, problem, "Give token ids as a 1-D array of integers, text as a string.")
+
+
+def _is_whole(array: torch.Tensor | np.ndarray) -> bool:
+    """Whether its numbers are integers."""
+    if isinstance(array, np.ndarray):
+        return array.dtype.kind in "iu"
+    return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
+
+
+def _is_number(value: Any) -> bool:
+    """An integer of Python, of NumPy, or in a tensor without dimensions, as iterating over a tensor gives."""
+    return isinstance(value, Integral) or (isinstance(value, torch.Tensor) and value.ndim == 0 and _is_whole(value))
+
+
+def _is_list(value: Any) -> bool:
+    """Bytes are a sequence of integers to Python, and not what anyone means."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return _is_list(value) and len(value) > 0 and all(_is_number(item) for item in value)
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+def split_conversations(messages: Any) -> tuple[list[Any], bool]:
+    """The conversations one by one, and whether it is a single one that stands in no list. None of them is checked yet.
+
+    Raises:
+        InvalidPromptError: It is neither a conversation nor a list of conversations.
+    """
+    several = _is_list(messages) and any(_is_list(item) for item in messages)
+    if several and not all(_is_list(item) for item in messages):
+        raise InvalidPromptError("messages", messages, "messages and conversations in one list", _MESSAGES_REMEDY)
+    return (list(messages), False) if several else ([messages], True)
+
+
+def read_conversation(messages: Any) -> list[Mapping[str, Any]]:
+    """The messages of one conversation.
+
+    Raises:
+        InvalidPromptError: It is no list of messages, or there are none.
+    """
+    if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
+        raise InvalidPromptError("messages", messages, "not a list of messages", _MESSAGES_REMEDY)
+    if not messages:
+        raise InvalidPromptError("messages", messages, "it is empty", _MESSAGES_REMEDY)
+    return list(messages)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def spread(value: Any, count: int, name: str) -> list[Any]:
+    """One value for each of `count` prompts: the value itself repeated, or a list of the right length.
+
+    Raises:
+        InvalidParameterError: A list of another length.
+    """
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidParameterError(
+            name, value, f"{len(value)} entries for {count} prompts", "Give one for all, or one for each."
+        )
+    return list(value)
+
+
+def check_namespace(namespace: Any) -> None:
+    """Raise InvalidParameterError unless it is a name or None; 1 and True would share what they must not."""
+    if namespace is not None and not (isinstance(namespace, str) and namespace):
+        problem = "it is empty" if isinstance(namespace, str) else "not a name"
+        raise InvalidParameterError("namespace", namespace, problem, "Give a string that is not empty, or None.")
+
+
+def dtype_name(dtype: Any) -> Any:
+    """The name of one of PyTorch's dtypes; anything else as it is."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+#: Settings of other engines, and what does the same here.
+_ELSEWHERE = {
+    "gpu_memory_utilization": "Use LLM(kv_cache_tokens=...); None takes what memory is free.",
+    "tensor_parallel_size": "Leave it out: a model lies on one device. Use device=... to choose it.",
+    "torch_dtype": "Its name here is dtype.",
+    "enable_prefix_caching": "Its name here is prefix_caching.",
+}
+
+
+def refuse_settings(given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise InvalidParameterError for the first of these, which LLM does not have; it may be one that belongs elsewhere.
+
+    Args:
+        given: Names and values that LLM does not know.
+        known: What it does know.
+    """
+    places: dict[type[Frozen], str] = {
+        SpeculationConfig: "LLM(speculation=SpeculationConfig({}=...))",
+        SamplingParams: "generate(prompts, SamplingParams({}=...))",
+    }
+    for name, value in given.items():
+        if name in _ELSEWHERE:
+            raise InvalidParameterError(name, value, "no such setting", _ELSEWHERE[name])
+        _refuse_misplaced("LLM", name, value, places)
+        raise unknown_setting("LLM", name, value, known)
+
+
+def refuse_keywords(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise InvalidParameterError for the first of these, which `method` does not take, and show the call that is right.
+
+    Args:
+        method: LLM.generate or one like it, bound: its first parameter is what to write about.
+        given: Names and values that it does not know.
+    """
+    first, *others = (name for name in signature(method).parameters if name != "unknown")
+    call = f"{method.__name__}({first}, "
+    renamed = {
+        "sampling_params": f"Its name here is params: {call}SamplingParams(...)).",
+        "do_sample": f"Use {call}SamplingParams(temperature=0)) for greedy texts; any other temperature samples.",
+        "max_new_tokens": f"Its name here is max_tokens: {call}SamplingParams(max_tokens=...)).",
+    }
+    places: dict[type[Frozen], str] = {
+        SamplingParams: call + "SamplingParams({}=...))",
+        SpeculationConfig: call + "speculation=SpeculationConfig({}=...))",
+    }
+    for name, value in given.items():
+        if name in renamed:
+            raise InvalidParameterError(name, value, "no such setting", renamed[name])
+        _refuse_misplaced(method.__name__, name, value, places)
+        raise unknown_setting(method.__name__, name, value, (first, *others))
+
+
+def _refuse_misplaced(owner: str, name: str, value: object, places: Mapping[type[Frozen], str]) -> None:
+    """Raise where `name` is a setting of one of these types; `places` shows where each belongs."""
+    for kind, place in places.items():
+        if name in kind.model_fields:
+            remedy = f"Give it in {place.format(name)}."
+            raise InvalidParameterError(name, value, f"a setting of {kind.__name__}, not of {owner}", remedy)
+    if name == "speculative_config":
+        raise InvalidParameterError(name, value, "no such setting", "Its name here is speculation.")
+    if name in FORMERLY:
+        remedy = f"{FORMERLY[name].format(value=value).removesuffix('.')}, in speculation=SpeculationConfig(...)."
+        raise InvalidParameterError(name, value, "no such setting", remedy)

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from outrider import LLM
-from outrider.embedded import default_model
-from outrider.profile import Profile
+from outrider.building import Profile
+from outrider.config import default_model
 from tests.docs.blocks import ROOT
 from tests.model.gguf_files import Written
 from tests.server.running import TEMPLATE, Server, running

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape, Norm, PassRows
-from outrider.kernels.formats.registry import plain
+from outrider.kernels.formats import plain
 from outrider.kernels.layout import NormKind
 from outrider.kernels.library import kernels_for
 from outrider.kernels.packed import PackedWeights

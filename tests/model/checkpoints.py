@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outrider.model.fused.families import FAMILIES as DESCRIBED_TYPES
+from outrider.model.families import FAMILIES as DESCRIBED_TYPES
 
 VOCAB_SIZE = 61
 WINDOW = 6
@@ -284,11 +284,11 @@ def greedy_by_transformers(path: str, prompt: list[int], num_tokens: int) -> tup
     """What the stock model writes, computing everything anew for every token."""
     from transformers import AutoModelForCausalLM
 
-    from outrider.model import hf
+    from outrider.loading import hf_modules
 
     attention = "eager" if "gemma2" in path or "gpt_oss" in path else None  # sdpa drops soft-capping and sinks
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=attention).eval()
-    hf.use_plain_experts(model)
+    hf_modules.use_plain_experts(model)
     text = list(prompt)
     for _ in range(num_tokens):
         text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))

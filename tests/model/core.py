@@ -10,7 +10,7 @@ from _pytest.mark import ParameterSet
 
 #: Of what reads and writes checkpoints in other formats than those of transformers.
 of_formats = pytest.mark.by_change(
-    *(f"src/outrider/{part}/" for part in ("model/loading", "convert", "heads/formats", "kernels/formats")), "tests/model/"
+    *(f"src/outrider/{part}/" for part in ("loading", "lab/convert", "heads/formats", "kernels")), "tests/model/"
 )
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.convert.gguf_description import describe
-from outrider.convert.gguf_layout import FAMILIES, file_tensors, is_matrix
-from outrider.convert.gguf_vocabulary import placeholders
+from outrider.lab.convert.gguf import FAMILIES, describe, file_tensors, is_matrix
+from outrider.lab.convert.gguf_vocabulary import placeholders
 from tests.model.gguf_files import blocks
 
 

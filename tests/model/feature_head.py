@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from outrider.cache.added_layers import AddedLayers, AddedShape
+from outrider.cache.memory import AddedLayers, AddedShape
 from outrider.cache.state import KVView
 from outrider.draft import Draft
-from outrider.model.loading.loaded_model import LoadedModel
+from outrider.loading.loaded_model import LoadedModel
 from outrider.propose.base import (
     DraftNoise,
     ObservedRows,
@@ -21,7 +21,7 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
 )
-from outrider.propose.method import Method, ProposerContext
+from outrider.propose.settings import Method, ProposerContext
 from outrider.propose.trees.growth import Growth, add_level
 
 HEADS, DIM = 2, 4

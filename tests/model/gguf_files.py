@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.convert.gguf_description import describe, frequency_factors
-from outrider.convert.gguf_layout import FAMILIES, FileTensor, file_tensors, is_matrix
-from outrider.kernels.formats.gguf import GGUF_TYPES
+from outrider.kernels.gguf_blocks import GGUF_TYPES
+from outrider.lab.convert.gguf import FAMILIES, FileTensor, describe, file_tensors, frequency_factors, is_matrix
 
 #: The types that the gguf package can round to. Blocks of others are drawn.
 ROUNDED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

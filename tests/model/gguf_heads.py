@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from outrider.convert.gguf_description import frequency_factors
 from outrider.heads.formats.published import read_head_config
+from outrider.lab.convert.gguf import frequency_factors
 
 #: llama.cpp's names for parts of the layer, and the names of SafeAILab.
 _LAYER = {

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, Eagle3, SamplingParams, SpeculationConfig
+from outrider.lab.prove.tiny_heads import save_random_eagle
 from outrider.model.target import Target
-from outrider.prove.published_heads import save_random_eagle
 from tests.model import checkpoints
 
 HIDDEN, LAYER = 64, 3

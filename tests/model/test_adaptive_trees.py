@@ -12,9 +12,9 @@ import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.draft import Draft
-from outrider.model.pass_costs import SIZES, measure_passes
+from outrider.model.memory import SIZES, measure_passes
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.method import Method, ProposerContext
+from outrider.propose.settings import Method, ProposerContext
 from outrider.propose.trees.growth import Growth, add_level
 from tests.model import checkpoints
 

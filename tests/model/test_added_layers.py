@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.cache.added_layers import AddedShape
+from outrider.cache.memory import AddedShape
 from outrider.engine.sequence import Request
 from outrider.errors import ContradictionError, InvalidParameterError, ModelTooLargeError
+from outrider.lab.prove.own_model import CacheAudit
+from outrider.lab.prove.tiny import raise_engine_norms, save_tiny_llama
 from outrider.model import memory
 from outrider.model import target as target_module
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.tiny import raise_engine_norms, save_tiny_llama
 from tests.model.feature_head import FeatureHead, FeatureHeadProposer
 
 BOUND = 1e-12

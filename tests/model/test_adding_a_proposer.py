@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.propose import registry
-from outrider.prove.findings import Check
-from outrider.prove.one_method import UNASKED, method_settings
-from outrider.prove.suite import num_method_checks, run_method_suite
+from outrider.lab.prove.running import Check
+from outrider.lab.prove.suite import UNASKED, method_settings, num_method_checks, run_method_suite
+from outrider.propose import settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write_a_proposer.md"
 ASKED = {"method": "bigram", "shared": True}
@@ -36,8 +35,8 @@ def page() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def bigram(page: dict[str, Any]) -> Iterator[Any]:
-    yield registry.register(page["Bigram"])
-    del registry._registered["bigram"]
+    yield settings.register(page["Bigram"])
+    del settings._registered["bigram"]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,9 @@ def test_the_page_of_losslessness_lists_what_is_asked(bigram: Any) -> None:
     assert [name for name in (*sorted(names), *UNASKED) if name not in table] == []
 
 
-@pytest.mark.by_change("src/outrider/prove/", "docs/how-to/write_a_proposer.md", "tests/model/test_adding_a_proposer.py")
+@pytest.mark.by_change(
+    "src/outrider/lab/prove/", "docs/how-to/write_a_proposer.md", "tests/model/test_adding_a_proposer.py"
+)
 def test_some_of_its_checks_hold(bigram: Any) -> None:
     report = run_method_suite(ASKED, quick=True)
     assert report.passed, [check for check in report.checks if not check.passed]

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from outrider import LLM
 from outrider.cli.app import app
-from outrider.embedded import default_model
-from outrider.measure.agreement import Agreement, Reading, agreement, measure_rounding, read
+from outrider.config import default_model
+from outrider.lab.measure.agreement import Agreement, Reading, agreement, measure_rounding, read
 from tests.model.core import of_formats
 
 pytestmark = of_formats

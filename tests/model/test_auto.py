@@ -11,19 +11,18 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.engine.proposing import calibration, governed, governing, shadow_scores
-from outrider.engine.proposing.governing import Governing
+from outrider.engine.drafting import calibration, choices, choosing
+from outrider.engine.drafting.choosing import Governing
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.governor import Governor
+from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.model import keeping
-from outrider.model.pass_costs import measure_context, measure_passes
-from outrider.model.processor import device_name
-from outrider.propose.auto import Auto
+from outrider.model.memory import device_name, measure_context, measure_passes
+from outrider.propose import draft_model
 from outrider.propose.base import Proposer
-from outrider.propose.method import Method
-from outrider.propose.methods import draft_model
-from outrider.prove.tiny import save_tiny_llama
+from outrider.propose.compositions import Auto
+from outrider.propose.settings import Method
 from outrider.server.metrics import EngineState, ServerMetrics
 from tests.model.core import core
 
@@ -225,7 +224,7 @@ def test_an_idle_model_reads_in_parts_and_is_scored_where_the_text_is_new(
     rows: int, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft is the target, so that every token of a greedy text would have stood."""
-    for module in (draft_model, governed, shadow_scores):
+    for module in (draft_model, choices, choices):
         monkeypatch.setattr(module, "CATCH_UP_ROWS", rows)
     found: list[list[float]] = []
     stock = Governor.observe_overlaps
@@ -249,7 +248,7 @@ def test_it_is_told_how_probable_every_token_was(
     params: dict[str, float], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[float] = []
-    monkeypatch.setattr(governing.Governing, "note", lambda self, seq, probs: told.extend(probs))
+    monkeypatch.setattr(choosing.Governing, "note", lambda self, seq, probs: told.extend(probs))
     with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[0]})) as llm:
         llm.engine.governing.script(STEEP, steady)
         (output,) = llm.generate([COPY], SamplingParams(max_tokens=30, ignore_eos=True, **params), trace=True)
@@ -264,7 +263,7 @@ def test_what_was_learnt_is_kept_for_a_few_sets_of_methods(pair: tuple[str, str]
         for longest in range(1, 30):
             settings = auto({"method": "suffix", "num_draft_tokens": longest})
             llm.generate([COPY], SamplingParams(max_tokens=3, seed=1), speculation=settings)
-        assert len(llm.engine.governing._sets.alive) == governed.MOST_SETS
+        assert len(llm.engine.governing._sets.alive) == choices.MOST_SETS
         assert llm.engine.governing._sets.alive[-1].candidates == settings.candidates
         llm.engine.check_rest()
 
@@ -356,7 +355,10 @@ FEW_DAMAGES = ("a pass of an age", "passes of other numbers of rows", "a truth f
 
 
 @pytest.mark.parametrize(
-    "damage", core(DAMAGES, FEW_DAMAGES, "src/outrider/govern/", "src/outrider/model/", "src/outrider/engine/")
+    "damage",
+    core(
+        DAMAGES, FEW_DAMAGES, "src/outrider/govern/", "src/outrider/model/", "src/outrider/loading/", "src/outrider/engine/"
+    ),
 )
 def test_a_table_that_cannot_be_true_is_measured_anew(
     damage: str, pair: tuple[str, str], folder: Path, caplog: pytest.LogCaptureFixture

@@ -10,11 +10,9 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.govern.costs import CostTable, StepTimes, StepWork
+from outrider.lab.prove.tiny import save_random_heads
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_peagle
 from outrider.model import keeping
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.published_parallel import save_random_peagle
-from outrider.prove.tiny_heads import save_random_heads
 from tests.model import checkpoints
 
 COPY = [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]

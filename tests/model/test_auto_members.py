@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.engine.proposing import member_drafts
+from outrider.engine.drafting import choosing
 from outrider.errors import InputError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.decision import Decision
 from outrider.govern.governor import HOLDS, Governor
+from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.model import keeping
 from outrider.model.runner import ModelRunner
-from outrider.propose.methods.draft_model import DraftModelProposer
-from outrider.prove.tiny import save_tiny_llama
+from outrider.propose.draft_model import DraftModelProposer
 
 COPY = [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 LOOKUP = {"method": "ngram", "min_match": 1}
@@ -154,7 +154,7 @@ def test_a_drawn_member_is_worth_what_it_is_alone(pair: tuple[str, str], monkeyp
 
 
 def test_planted_whether_a_contested_token_stood(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_drafts, "_is_contested", lambda *args: False)
+    monkeypatch.setattr(choosing, "_is_contested", lambda *args: False)
     with two_drawn(pair) as llm:
         assert min(scored(llm, monkeypatch, "draft_model 2")) == 0.0
 

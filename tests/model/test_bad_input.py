@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
-from outrider.config import ModelConfig
-from outrider.embedded import default_model
+from outrider.config import ModelConfig, default_model
 from outrider.errors import (
     ContradictionError,
     InputError,
@@ -23,8 +22,8 @@ from outrider.errors import (
     UnsupportedParameterError,
     VocabularyMismatchError,
 )
-from outrider.model.loading import loader
-from outrider.model.loading.devices import usable_device
+from outrider.loading import loader
+from outrider.loading.sources import usable_device
 from outrider.params import StructuredOutputs
 from tests.model import checkpoints
 

@@ -12,14 +12,13 @@ import torch
 from outrider import LLM, SamplingParams, SpeculationConfig, Suffix
 from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
-from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
-from outrider.embedded import default_model
+from outrider.config import CacheConfig, ModelConfig, SchedulerConfig, default_model
 from outrider.errors import ContradictionError, UnsupportedModelError
 from outrider.kernels.library import available_sets
 from outrider.kernels.row_by_row import RowByRow
+from outrider.loading.loader import load_model
 from outrider.model.batch import Segment
 from outrider.model.factory import BACKENDS, make_runner
-from outrider.model.loading.loader import load_model
 from outrider.model.probe import probe_bits
 from tests.model import checkpoints
 
@@ -111,7 +110,7 @@ def test_a_model_whose_bits_depend_on_the_batch_is_refused(paths: dict[str, str]
             return out * (1 + 1e-3 * args[0].shape[-2]) if func is torch.ops.aten.linear.default else out
 
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")  # ours have no such leak
-    monkeypatch.setattr("outrider.model.backends.row_by_row.RowByRow", Leaky)
+    monkeypatch.setattr("outrider.model.attention.RowByRow", Leaky)
     with pytest.raises(UnsupportedModelError):
         LLM(paths["mistral"], dtype="float32", batch_invariant=True)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.engine.sequence import Request
+from outrider.lab.prove.own_model import CacheAudit
 from outrider.model.context import ForwardContext
-from outrider.propose.methods.draft_model import DraftModelProposer
-from outrider.prove.cache_truth import CacheAudit
+from outrider.propose.draft_model import DraftModelProposer
 from tests.model import checkpoints
 
 SETTINGS: dict[str, Any] = {"dtype": "float64", "block_size": 4}

@@ -11,33 +11,32 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from outrider.bench.costs import CostPlan
-from outrider.bench.peers.base import Peer, PeerMode, PeerModels, PeerRun
-from outrider.bench.peers.known_peers import PEERS
-from outrider.bench.prefill import Arithmetic, prefill
-from outrider.bench.results import ModelResult, PrefillResult
-from outrider.bench.session import Session, _positions
-from outrider.bench.settings import BenchSettings
-from outrider.cache.layer_spec import LayerReach
+from outrider.cache.pool import LayerReach
 from outrider.cli.app import app
-from outrider.config import ModelConfig
-from outrider.embedded import default_model
-from outrider.engine.proposing.proposers import MAX_IDLE
+from outrider.config import ModelConfig, default_model
+from outrider.engine.drafting.proposers import MAX_IDLE
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
+from outrider.lab.bench.costs import Arithmetic, CostPlan, prefill
+from outrider.lab.bench.results import ModelResult, PrefillResult
+from outrider.lab.bench.session import Session, _positions
+from outrider.lab.bench.settings import BenchSettings
+from outrider.lab.measure import machine
+from outrider.lab.measure.decoding_config import parse_ways
+from outrider.lab.measure.row_costs import row_costs
+from outrider.lab.measure.writing import EncodedTask, Run, write
+from outrider.lab.peers.base import Peer, PeerMode, PeerModels, PeerRun
+from outrider.lab.peers.known import PEERS
+from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.llm import LLM
-from outrider.measure import machine
-from outrider.measure.decoding_config import parse_ways
-from outrider.measure.row_costs import row_costs
-from outrider.measure.run import EncodedTask, Run, write
-from outrider.measure.widen import stretched, wide_module, widen
-from outrider.model.loading.configuration import read_context
-from outrider.model.pass_timer import PassTimer
+from outrider.loading.configuration import read_context
+from outrider.model import memory
+from outrider.model.memory import PassTimer
 from outrider.params import SamplingParams
-from outrider.propose.method import Method, ProposerContext
-from outrider.prove.tiny import save_tiny_llama
+from outrider.propose.settings import Method, ProposerContext
+from outrider.widen import stretched, wide_module, widen
 
 pytestmark = pytest.mark.by_change(
-    *("src/outrider/bench/", "src/outrider/measure/", "src/outrider/cli/bench.py", "tests/model/test_bench.py")
+    *("src/outrider/lab/bench/", "src/outrider/lab/measure/", "src/outrider/lab/cli/bench.py", "tests/model/test_bench.py")
 )
 ANSWER = (0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0)
 PROMPTS = "\n".join(json.dumps({"prompt": text}) for text in ('a"a', 'aa"', '"'))
@@ -188,10 +187,10 @@ def test_what_a_token_reads(llm: LLM) -> None:
     model = llm.engine.runner.loaded.model
     everything = sum(w.numel() * w.element_size() for w in model.parameters())
     table = model.get_input_embeddings().weight
-    assert machine.weight_bytes(model) == everything - table.numel() * table.element_size()
+    assert memory.weight_bytes(model) == everything - table.numel() * table.element_size()
     tied = LLM(dtype="bfloat16", speculation="none", kv_cache_tokens=64).engine.runner
     read = sum(w.numel() * w.element_size() for w in tied.loaded.model.parameters())
-    assert machine.weight_bytes(tied.loaded.model) == read
+    assert memory.weight_bytes(tied.loaded.model) == read
     packed = tied.backend.weight_bytes(tied.loaded.model)
     assert packed is None or 0.99 * read < packed <= read * 1.02
     rounded = LLM(dtype="bfloat16", speculation="none", quantization="int8", kv_cache_tokens=64).engine.runner
@@ -222,11 +221,11 @@ def _small_reads(believing: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_run_goes_on_where_it_stopped(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.measure import contestants
+    from outrider.lab.measure import writing
 
     written: list[int] = []
     interruptions = iter([True])
-    real = contestants.write
+    real = writing.write
 
     def counting(*arguments: Any) -> Run:
         written.append(len(arguments[1]))
@@ -234,7 +233,7 @@ def test_a_full_run_goes_on_where_it_stopped(tiny: str, tmp_path: Path, monkeypa
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(contestants, "write", counting)
+    monkeypatch.setattr(writing, "write", counting)
     with pytest.raises(KeyboardInterrupt):
         Session(settings(tiny, tmp_path)).run()
     assert written == [1] * 6 + [2] * 2  # the first cell, and into the second
@@ -257,7 +256,7 @@ def test_a_bandwidth_that_cannot_be_is_measured_again(tiny: str, tmp_path: Path,
     read = iter([1.0, 1e12])
     monkeypatch.setattr(machine, "read_bandwidth", lambda *_: next(read))
     monkeypatch.setattr(machine, "_largest_cache", lambda: 0)
-    monkeypatch.setattr("outrider.bench.summary.SLACK", 1.05)
+    monkeypatch.setattr("outrider.lab.bench.results.SLACK", 1.05)
     found = Session(settings(tiny, tmp_path, batches=(1,))).run()
     (cell,) = found.cells.values()
     assert found.bandwidth == 1e12

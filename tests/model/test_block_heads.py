@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from outrider import DFlash, Eagle3, Ngram, SpeculationConfig
-from outrider.engine.scheduling.scheduler import as_requested
+from outrider.engine.scheduler import as_requested
 from outrider.errors import HeadMismatchError, ModelLoadError
-from outrider.heads import block_head
+from outrider.heads import block
 from outrider.heads.formats.published import read_head_config
-from outrider.propose.methods.block_drafts import BlockHeadProposer
-from outrider.propose.trees import by_depth
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
+from outrider.lab.prove.own_model import CacheAudit
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
+from outrider.propose.parallel import BlockHeadProposer
+from outrider.propose.trees import growth
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
 from tests.model.test_feature_heads import BOUND, GREEDY, LAYERS, PROMPTS, SEEDED, Watch, faults, load, texts
@@ -61,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def watched(made: Any, name: str, patch: pytest.MonkeyPatch) -> Watch:
     """Compares the logits behind every node of every draft with the reference of a head."""
-    return Watch(made.reference(name), patch, by_depth)
+    return Watch(made.reference(name), patch, growth)
 
 
 # -- what is drafted ---------------------------------------------------------------------------------------------------
@@ -178,8 +177,8 @@ def _rejected_rows_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def _blocks_are_causal(patch: pytest.MonkeyPatch) -> None:
-    stock = block_head._mask
-    patch.setattr(block_head, "_mask", lambda reach, *args: stock(block_head.BlockReach(reach.window, True), *args))
+    stock = block._mask
+    patch.setattr(block, "_mask", lambda reach, *args: stock(block.BlockReach(reach.window, True), *args))
 
 
 @pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see

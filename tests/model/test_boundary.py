@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.draft import EMPTY, Draft, Law, ScratchRows
-from outrider.engine.scheduling.scheduler import Planner, as_requested
+from outrider.engine.scheduler import Planner, as_requested
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.model import factory
 from outrider.model.batch import Segment
@@ -27,9 +27,9 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
 )
-from outrider.propose.method import Method, ProposerContext
+from outrider.propose.settings import Method, ProposerContext
 from outrider.propose.trees.growth import Growth, add_level
-from outrider.trace import RoundTrace
+from outrider.results import RoundTrace
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from tests.model import checkpoints
 from tests.model.core import core
@@ -402,7 +402,7 @@ def test_one_goes_on_where_another_stopped(llm: LLM, draft: str) -> None:
 
 def test_a_draft_model_that_starts_late_holds_nobody_up(llm: LLM, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows counted: the late one catches up some rows a step, and the others draft in every step meanwhile."""
-    from outrider.propose.methods import draft_model
+    from outrider.propose import draft_model
 
     monkeypatch.setattr(draft_model, "CATCH_UP_ROWS", 10)
     method = DraftModel(model=draft)

@@ -14,18 +14,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider.convert import compressed_tensors
-from outrider.convert.agreement import agreement_of_checkpoint
-from outrider.convert.compressed_tensors import as_written, format_of, rounded_layers, write_compressed
-from outrider.convert.rounded_card import rounded_card
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import InvalidParameterError, ModelLoadError, StorageError, UnsupportedModelError
-from outrider.kernels.formats.registry import FORMATS
+from outrider.kernels.formats import FORMATS
+from outrider.lab.convert import compressed_tensors
+from outrider.lab.convert.compressed_tensors import as_written, format_of, rounded_layers, write_compressed
+from outrider.lab.measure.agreement import agreement_of_checkpoint, rounded_card
 from tests.model import checkpoints
 from tests.model.core import core
 
 #: What writes such checkpoints, and the roundings themselves.
-WRITERS = ("src/outrider/convert/", "src/outrider/kernels/", "src/outrider/cli/", "tests/model/test_compressed_tensors.py")
+WRITERS = (
+    "src/outrider/lab/convert/",
+    "src/outrider/kernels/",
+    "src/outrider/cli/",
+    "tests/model/test_compressed_tensors.py",
+)
 FAMILIES = ["llama", "gemma2"]  # a head of its own, and one that is tied
 NAMES = ["int4-g32", "int8", "int8-g32"]
 WAYS = list(product(FAMILIES, NAMES, [torch.bfloat16, torch.float32]))
@@ -68,8 +72,8 @@ def test_files_are_parted(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 KILLED = """
 import sys
 from pathlib import Path
-from outrider.convert import compressed_tensors
-from outrider.kernels.formats.registry import FORMATS
+from outrider.lab.convert import compressed_tensors
+from outrider.kernels.formats import FORMATS
 compressed_tensors._FILE_BYTES = 10_000
 real, calls = compressed_tensors._compressed, []
 def slowly(*args):

@@ -12,15 +12,15 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.cache.memory import StateMemory
 from outrider.cache.state import SequenceState
-from outrider.engine import committing, rounds, verification
+from outrider.config import RequestOptions
+from outrider.engine import committing, verification
+from outrider.engine import committing as rounds
 from outrider.engine import engine as engine_module
 from outrider.engine.committing import Committing
+from outrider.engine.drafting.proposers import TreeBuilders
 from outrider.engine.engine import Engine
-from outrider.engine.proposing.tree_builders import TreeBuilders
 from outrider.engine.sequence import Sequence
-from outrider.errors import StepAbortedError
-from outrider.request_options import RequestOptions
-from outrider.verify.noise import NoiseReuseError
+from outrider.errors import NoiseReuseError, StepAbortedError
 from outrider.verify.verifier import Verifier
 
 PROMPTS = ["def parse(line):\n", "class Reader:\n", "import os\n"]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from outrider import LLM, CrossVocabulary, DraftModel, Ngram, SamplingParams, SpeculationConfig
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, VocabularyMismatchError
 from outrider.propose.bridge import SharedTokens
-from outrider.propose.methods.cross_vocabulary import TextProposer
-from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.propose.cross_vocabulary import TextProposer
+from outrider.propose.draft_model import DraftModelProposer
 from tests.model import checkpoints
 from tests.model.vocabularies import save_permuted_and_cut, save_random, sentencepiece_like, words_alone
 

@@ -11,14 +11,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from outrider import LLM, AsyncLLM, SamplingParams
-from outrider.engine.hosting.thread import EngineThread
+from outrider.engine.thread import EngineThread
 from outrider.errors import ClosedError, EngineDiedError
-from outrider.propose.speculation import PLAIN
-from outrider.server.api.allowed import AllowedMethods
+from outrider.propose.settings import PLAIN
 from outrider.server.app import make_app
+from outrider.server.requests import AllowedMethods, ServerSettings
 from outrider.server.service import Service
-from outrider.server.settings import ServerSettings
-from outrider.server.tenancy.keys import ApiKeys
+from outrider.server.tenants import ApiKeys
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 

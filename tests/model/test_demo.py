@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from outrider.embedded import default_model
-from outrider.measure.figures import Spread
-from outrider.measure.run import Run
-from outrider.stats import RequestStats
+from outrider.config import default_model
+from outrider.lab.measure.figures import Spread
+from outrider.lab.measure.writing import Run
+from outrider.results import RequestStats
 
-pytestmark = pytest.mark.by_change("examples/", "src/outrider/measure/", "tests/model/test_demo.py")
+pytestmark = pytest.mark.by_change("examples/", "src/outrider/lab/measure/", "tests/model/test_demo.py")
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 

@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.prove.published_mtp import save_random_mtp
-from outrider.prove.tiny_heads import save_random_heads
+from outrider.lab.prove.tiny import save_random_heads
+from outrider.lab.prove.tiny_heads import save_random_mtp
 from tests.model.vocabularies import save_permuted_and_cut
 
 pytestmark = [
     pytest.mark.usefixtures("believing"),
     pytest.mark.by_change(
-        "src/outrider/doctor/", "src/outrider/cli/", "src/outrider/measure/", "tests/model/test_doctor.py"
+        "src/outrider/lab/doctor/", "src/outrider/cli/", "src/outrider/lab/measure/", "tests/model/test_doctor.py"
     ),
 ]
 SHORT = ("--num-prompts", "2", "--max-tokens", "48")

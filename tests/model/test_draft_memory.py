@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.errors import ModelTooLargeError
+from outrider.lab.prove.tiny import save_tiny_llama
+from outrider.loading.fit import Needs
 from outrider.model import memory
-from outrider.model.loading.fit import Needs
 from outrider.model.runner import ModelRunner
-from outrider.prove.tiny import save_tiny_llama
 
 BLOCK = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -120,7 +120,7 @@ def test_a_draft_that_comes_later_leaves_the_target_its_memory(
 
 def test_what_a_draft_needs_is_what_it_takes(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of its files are those that it has when it is loaded."""
-    from outrider.model.loading.draft_loader import DraftLoader
+    from outrider.building import DraftLoader
 
     found, needs = list[Needs | None](), DraftLoader.needs
     monkeypatch.setattr(DraftLoader, "needs", lambda *given, **how: found.append(needs(*given, **how)) or found[-1])

@@ -11,7 +11,7 @@ import pytest
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.model.batch import Segment
 from outrider.propose.base import Proposer
-from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.propose.draft_model import DraftModelProposer
 from tests.model import checkpoints
 
 PROMPT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(75)]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from outrider import LLM, SamplingParams
 from outrider.cli import generate, render
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import (
     ContradictionError,
     InvalidPromptError,
@@ -22,13 +22,12 @@ from outrider.errors import (
     VocabularyMismatchError,
 )
 from outrider.kernels.library import available_sets
+from outrider.lab.prove.own_model import CacheAudit
 from outrider.model import hf_encoder
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
-from outrider.prove.cache_truth import CacheAudit
-from outrider.server.api.jobs import JobMaker
-from outrider.server.api.schemas import CompletionRequest
-from outrider.server.settings import ServerSettings
+from outrider.server.requests import JobMaker, ServerSettings
+from outrider.server.schemas import CompletionRequest
 from tests.model import checkpoints, encoders
 
 LONG = [(7 * i + 2) % 61 for i in range(32)]
@@ -105,7 +104,7 @@ def test_texts_are_those_of_transformers(llm: LLM, draft: str, greedy: list[tupl
 
 #: Where a change may concern one type of those that the kernels know.
 OF_FUSED = (
-    *("src/outrider/model/fused/", "src/outrider/model/hf_encoder.py", "src/outrider/kernels/native/"),
+    *("src/outrider/model/", "src/outrider/model/hf_encoder.py", "src/outrider/kernels/native/"),
     "tests/model/encoders.py",
 )
 TIERS: dict[str, Any] = {kind: pytest.mark.slow for kind in encoders.OTHERS if kind != "BartConfig"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, TokenOrigin
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.engine.admission import MAX_STOP_CHARACTERS
-from outrider.engine.detokenizer import TextStream
+from outrider.engine.text import TextStream
 from outrider.errors import InvalidParameterError
 from tests.model.core import core
 

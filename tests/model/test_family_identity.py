@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, Suffix
-from outrider.cache.layer_spec import LayerReach, StateKind
+from outrider.cache.pool import LayerReach, StateKind
 from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import available_sets
-from outrider.model import context, hf
-from outrider.model.backends import paged
+from outrider.loading import hf_modules
+from outrider.model import attention, context
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
-from outrider.propose.methods.early_exit import EarlyExit
+from outrider.propose.own_layers import EarlyExit
 from tests.model import checkpoints
 from tests.model.core import core
 
@@ -150,7 +150,7 @@ def test_a_forgotten_window_is_noticed(
     llm = load(path, backend)
     if backend == "gather":
         real = context.visible
-        monkeypatch.setattr("outrider.model.backends.gather.visible", lambda s, _, **rest: real(s, LayerReach(), **rest))
+        monkeypatch.setattr("outrider.model.attention.visible", lambda s, _, **rest: real(s, LayerReach(), **rest))
     else:
         monkeypatch.setattr(llm.engine.runner, "_reaches", [LayerReach()] * llm.engine.runner.num_layers)
     assert llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))[0].token_ids != stock_text
@@ -182,9 +182,9 @@ def test_forgotten_sinks_and_soft_caps_are_noticed(
     family: str, forgotten: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = load(checkpoints.save(family, tmp_path / family), backend)
-    params, real = SamplingParams(temperature=0, max_tokens=20, logprobs=0), paged.Scores
+    params, real = SamplingParams(temperature=0, max_tokens=20, logprobs=0), attention.Scores
     want = llm.generate(PROMPT, params)[0].logprobs
-    monkeypatch.setattr(paged, "Scores", lambda *values: replace(real(*values), **{forgotten: None}))
+    monkeypatch.setattr(attention, "Scores", lambda *values: replace(real(*values), **{forgotten: None}))
     assert llm.generate(PROMPT, params)[0].logprobs != want
 
 
@@ -223,5 +223,5 @@ def test_a_layer_says_what_it_keeps(name: str, keeps: set[StateKind], forgets: b
     decoder = LlamaConfig(num_hidden_layers=1)
     decoder.layer_types = [name]
     config = SimpleNamespace(get_text_config=lambda **_: decoder)
-    (layer,) = hf.layer_specs(config)
+    (layer,) = hf_modules.layer_specs(config)
     assert (layer.keeps, layer.forgets_rows) == (keeps, forgets)

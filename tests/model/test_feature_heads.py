@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from outrider import LLM, Eagle1, Eagle3, Ngram, SamplingParams, SpeculationConfig
-from outrider.engine.scheduling.scheduler import as_requested
+from outrider.engine.scheduler import as_requested
+from outrider.lab.prove.own_model import CacheAudit
+from outrider.lab.prove.tiny import raise_engine_norms
+from outrider.lab.prove.tiny_heads import save_random_eagle
 from outrider.params import RequestOutput
-from outrider.propose.methods import feature_drafts
-from outrider.propose.methods.feature_drafts import FeatureHeadProposer, LayerHeadProposer
-from outrider.propose.methods.fused_drafts import FusedHeadProposer
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.tiny import raise_engine_norms
+from outrider.propose import eagle
+from outrider.propose.eagle import FeatureHeadProposer, FusedHeadProposer, LayerHeadProposer
 from tests.model import checkpoints
 from tests.model.core import core
 from tests.model.eagle_reference import Eagle1Reference, EagleReference
@@ -108,7 +107,7 @@ class Watch:
         grower: The module that grows drafts.
     """
 
-    def __init__(self, reference: Any, patch: pytest.MonkeyPatch, grower: ModuleType = feature_drafts) -> None:
+    def __init__(self, reference: Any, patch: pytest.MonkeyPatch, grower: ModuleType = eagle) -> None:
         self._reference = reference
         self.worst, self.num_rows, self.deepest = 0.0, 0, 0
         stock: Any = vars(grower)["add_level"]

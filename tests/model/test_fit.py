@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.errors import ModelTooLargeError
-from outrider.kernels.pages import release, room
-from outrider.model.loading import fit
-from outrider.model.loading.available import available_bytes
-from outrider.model.loading.fit import stored_tensors
-from outrider.model.loading.loader import load_model
+from outrider.kernels.packed import release, room
+from outrider.loading import fit
+from outrider.loading.fit import available_bytes, stored_tensors
+from outrider.loading.loader import load_model
 from tests.model import checkpoints
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, CompletionOutput, Ngram, SamplingParams, StructuredOutputs, Suffix
-from outrider.engine.scheduling import scheduler
+from outrider.engine import scheduler
 from outrider.errors import NoTokenLeftError
 from outrider.model import keeping
 from outrider.params import TokenOrigin

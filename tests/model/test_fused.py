@@ -18,12 +18,12 @@ from outrider.cache.memory import StateMemory
 from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.errors import UnsupportedModelError
 from outrider.kernels.library import available_sets
-from outrider.model import hf
-from outrider.model.backends.fused import FusedDecoder
+from outrider.loading import hf_modules
+from outrider.loading.loader import load_model
 from outrider.model.batch import Segment
 from outrider.model.factory import make_runner
-from outrider.model.fused.families import FAMILIES
-from outrider.model.loading.loader import load_model
+from outrider.model.families import FAMILIES
+from outrider.model.fused import FusedDecoder
 from outrider.model.probe import probe_bits, reference
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints, encoders
@@ -59,7 +59,7 @@ def runner_of(path: str, dtype: str, backend: str = "fused") -> ModelRunner:
 @torch.inference_mode()
 def stock(path: str, text: list[int], dtype: torch.dtype = torch.float64) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
-    hf.use_plain_experts(model)
+    hf_modules.use_plain_experts(model)
     with Double():
         return model(torch.tensor([text]), use_cache=False, output_hidden_states=True)
 
@@ -99,7 +99,7 @@ def test_logits_and_hidden_states_are_the_stock_ones(paths: dict[str, str], name
 
 
 #: Where a change may concern one pair of a model and an instruction set.
-OF_KERNELS = ("src/outrider/kernels/", "src/outrider/model/fused/", "tests/model/checkpoints.py")
+OF_KERNELS = ("src/outrider/kernels/", "src/outrider/model/", "tests/model/checkpoints.py")
 NARROW = list(product(["llama", "gemma2", "gpt2", "granite"], ["float32", "bfloat16"], available_sets()))
 FEW_NARROW = [case for place, case in enumerate(NARROW) if case[2] == TAKEN or place % 5 == 0]
 
@@ -216,7 +216,7 @@ def test_a_model_that_only_looks_alike_is_left_to_others(paths: dict[str, str], 
     """Its weights go back to where they were, whatever their layout was."""
     loaded = load_model(ModelConfig(model=paths[name], dtype="float32"))
     before = reference(loaded).logits[0]
-    layer = hf.decoder_layers(loaded.model)[1]
+    layer = hf_modules.decoder_layers(loaded.model)[1]
     forward = layer.mlp.forward
     layer.mlp.forward = lambda x: forward(x) * 1.5  # what the kernels know nothing of
     want = reference(loaded).logits[0]
@@ -262,7 +262,7 @@ def test_dynamic_factors_stay_those_of_the_context(tmp_path: Path, monkeypatch: 
         bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    monkeypatch.setattr("outrider.model.backends.fused._FIRST_POSITIONS", 16)
+    monkeypatch.setattr("outrider.model.fused._FIRST_POSITIONS", 16)
     runner = runner_of(str(tmp_path), "float64")
     table, found = runner.blocks.allocate(10), []
     for start in range(0, 40, 10):

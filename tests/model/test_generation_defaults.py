@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.embedded import default_model
+from outrider.config import default_model
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 PROMPT = "def parse(line):\n"

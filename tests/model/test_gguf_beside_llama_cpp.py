@@ -14,11 +14,10 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from outrider import LLM, SamplingParams
-from outrider.config import ModelConfig
-from outrider.convert.gguf import write_gguf
-from outrider.convert.gguf_vocabulary import own_vocabulary
-from outrider.embedded import default_model
-from outrider.model.loading.tokenizers import read_tokenizer
+from outrider.config import ModelConfig, default_model
+from outrider.lab.convert.gguf import write_gguf
+from outrider.lab.convert.gguf_vocabulary import own_vocabulary
+from outrider.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
 from tests.model.gguf_files import Written
 from tests.model.test_gguf_models import EXPERTS, GEMMA, SEVEN, SHAPE, YARN

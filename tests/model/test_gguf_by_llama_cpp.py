@@ -11,11 +11,10 @@ import torch
 from transformers import AutoConfig
 
 from outrider import LLM, SamplingParams
-from outrider.convert.gguf import write_gguf
-from outrider.convert.gguf_vocabulary import own_vocabulary
-from outrider.embedded import default_model
-from outrider.model.loading.gguf.blocks import is_packed, stored_tensor
-from outrider.model.loading.gguf.header import GgufFile, read_gguf
+from outrider.config import default_model
+from outrider.lab.convert.gguf import write_gguf
+from outrider.lab.convert.gguf_vocabulary import own_vocabulary
+from outrider.loading.gguf.header import GgufFile, is_packed, read_gguf, stored_tensor
 from tests.model import checkpoints
 from tests.model.drawn_files import q4_k_m
 from tests.model.gguf_files import is_matrix

@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 
 from outrider import LLM, Eagle3, SamplingParams, SpeculationConfig
 from outrider.cli.app import app
-from outrider.convert.gguf_head import write_gguf_head
-from outrider.convert.gguf_vocabulary import placeholders
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, StorageError, UnsupportedModelError
 from outrider.heads.formats.published import is_head, read_head
-from outrider.model.loading.gguf.header import read_gguf
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
+from outrider.lab.convert.gguf_head import write_gguf_head
+from outrider.lab.convert.gguf_vocabulary import placeholders
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
+from outrider.loading.gguf.header import read_gguf
 from tests.model import checkpoints
 from tests.model.core import of_formats
 from tests.model.test_head_conversion import EAGLES, YARN

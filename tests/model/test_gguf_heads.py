@@ -11,10 +11,9 @@ import torch
 from outrider import LLM, DFlash, Eagle3, SamplingParams, SpeculationConfig
 from outrider.errors import ModelError
 from outrider.heads.formats.published import PublishedHead, read_head
-from outrider.model.loading.gguf.header import read_gguf
-from outrider.model.lone_layer import RotaryFactors
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
+from outrider.heads.lone import RotaryFactors
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
+from outrider.loading.gguf.header import read_gguf
 from tests.model import checkpoints
 from tests.model.core import of_formats
 from tests.model.gguf_heads import write_block_head, write_head

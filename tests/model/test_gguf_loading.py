@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from outrider import LLM, SamplingParams
 from outrider.kernels.library import available_sets
-from outrider.measure.machine import MemoryWatch
-from outrider.model.loading.reading import watched_reading
+from outrider.lab.measure.machine import MemoryWatch
+from outrider.loading.gguf.header import watched_reading
 from tests.model.core import of_formats
 from tests.model.drawn_files import q4_k_m, write_drawn
 

@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
-from outrider.convert.gguf_layout import FAMILIES, FileFamily
 from outrider.errors import InvalidParameterError, OutriderError, UnsupportedModelError
 from outrider.kernels.weights import ExpertStack, stored_weight
-from outrider.model.loading.configuration import read_context, read_needs
-from outrider.model.loading.gguf.header import read_gguf
-from outrider.model.loading.loader import load_model
-from outrider.train.models import existing, pruned
-from outrider.train.target import FrozenTarget
+from outrider.lab.convert.gguf import FAMILIES, FileFamily
+from outrider.lab.train.distill import existing, pruned
+from outrider.lab.train.target import FrozenTarget
+from outrider.loading.configuration import read_context, read_needs
+from outrider.loading.gguf.header import read_gguf
+from outrider.loading.loader import load_model
 from tests.model import checkpoints
 from tests.model.core import core
 from tests.model.gguf_files import Written, is_matrix
@@ -68,7 +68,7 @@ FILES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 FEW = ("qwen3-tied", "gemma2", "phi3-longrope", "qwen3moe", "gpt-oss", "llama-tables")
 
 
-@pytest.fixture(scope="module", params=core(FILES, FEW, "src/outrider/model/loading/", "src/outrider/kernels/"))
+@pytest.fixture(scope="module", params=core(FILES, FEW, "src/outrider/loading/", "src/outrider/kernels/"))
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     family, kinds, changes = FILES[request.param]
     folder = tmp_path_factory.mktemp("gguf")

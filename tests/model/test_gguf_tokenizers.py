@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
-from outrider.doctor.pairing import examine_pairing
 from outrider.errors import OutriderError
-from outrider.model.loading.tokenizers import read_tokenizer
+from outrider.lab.doctor.pairing import examine_pairing
+from outrider.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
 from tests.model.core import of_formats
 from tests.model.gguf_files import Written

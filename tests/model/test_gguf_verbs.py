@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.convert.gguf import write_gguf
-from outrider.convert.gguf_vocabulary import own_vocabulary
+from outrider.lab.convert.gguf import write_gguf
+from outrider.lab.convert.gguf_vocabulary import own_vocabulary
 from tests.model import checkpoints
 from tests.model.core import of_formats
 from tests.model.test_gguf_vocabularies import byte_level_tokenizer

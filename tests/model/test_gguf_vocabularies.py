@@ -11,11 +11,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, SamplingParams
-from outrider.convert.gguf import write_gguf
-from outrider.convert.gguf_vocabulary import own_vocabulary
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import UnsupportedModelError
-from outrider.model.loading.gguf.tokenizer import SPLITTINGS
+from outrider.lab.convert.gguf import write_gguf
+from outrider.lab.convert.gguf_vocabulary import own_vocabulary
+from outrider.loading.gguf.tokenizer import SPLITTINGS
 from tests.model import checkpoints
 from tests.model.core import of_formats
 from tests.model.test_gguf_tokenizers import CORPUS, SPECIAL, TEMPLATE, byte_level, metadata_only, read

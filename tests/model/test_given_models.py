@@ -13,15 +13,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
-from outrider.embedded import default_model
-from outrider.errors import (
-    ContradictionError,
-    InvalidParameterError,
-    ModelLoadError,
-    VocabularyMismatchError,
-)
+from outrider.config import default_model
+from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, VocabularyMismatchError
 from outrider.kernels.library import available_sets
-from outrider.model import hf
+from outrider.loading import hf_modules
 from tests.model import checkpoints
 
 IDS = [5, 17, 3, 44, 9, 2, 30]
@@ -66,7 +61,7 @@ def settings_of(model: Any) -> dict[str, Any]:
 def test_the_callers_model_stays_as_it_is(paths: dict[str, str], family: str, dtype: torch.dtype) -> None:
     model = model_from(paths[family], dtype).eval()
     if family == "mixtral" and dtype == torch.float64:
-        hf.use_plain_experts(model)  # the stock forward needs it too
+        hf_modules.use_plain_experts(model)  # the stock forward needs it too
     before, settings = logits(model), settings_of(model)
     with LLM(model, kv_cache_tokens=512) as llm:
         if family == "llama":

@@ -13,12 +13,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.convert.head_files import convert_head, write_head
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError, StorageError, UnsupportedModelError
 from outrider.heads.formats.published import PublishedHead, read_head
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.published_parallel import save_random_peagle
+from outrider.heads.formats.writing import convert_head, write_head
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_peagle
 from tests.model import checkpoints
 
 
@@ -121,7 +119,7 @@ def test_a_full_disk_leaves_nothing_that_loads(target: str, tmp_path: Path, monk
     def full(path: Path, text: str) -> None:
         raise StorageError(str(path), "No space left on device", "Free some space.")
 
-    monkeypatch.setattr("outrider.convert.head_files.write_text", full)
+    monkeypatch.setattr("outrider.heads.formats.writing.write_text", full)
     with pytest.raises(StorageError, match="No space left"):
         convert_head(first, "speculators", tmp_path / "out", target)
     with pytest.raises(OutriderError, match=r"no config\.json"):

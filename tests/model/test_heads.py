@@ -12,17 +12,17 @@ import torch
 
 from outrider import LLM, Blockwise, ExitHead, Medusa, Ngram, SamplingParams, SpeculationConfig
 from outrider.engine import engine
-from outrider.engine.scheduling.scheduler import as_requested
+from outrider.engine.scheduler import as_requested
 from outrider.errors import HeadMismatchError, InvalidParameterError, ModelLoadError
-from outrider.heads import pairing, running
+from outrider.heads import checkpoint
 from outrider.heads.checkpoint import load_heads, save_heads
 from outrider.heads.networks import HeadNetwork
 from outrider.kernels.library import kernel_library
+from outrider.lab.prove.own_model import CacheAudit
+from outrider.lab.prove.tiny import save_random_heads
 from outrider.model import factory, hf
 from outrider.params import RequestOutput
-from outrider.propose.methods.row_heads import RowHeadsProposer
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.tiny_heads import save_random_heads
+from outrider.propose.row_heads import RowHeadsProposer
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
 from tests.model.test_target import Oracle
@@ -225,10 +225,10 @@ def test_control_heads_that_read_or_say_something_else_are_seen(
 ) -> None:
     way = made.way("exit, target's norm" if "norm" in bug else "medusa")
     if bug == "the norm is forgotten":
-        monkeypatch.setattr(running, "read_features", lambda config, target, hidden: hidden)
+        monkeypatch.setattr(checkpoint, "read_features", lambda config, target, hidden: hidden)
     elif bug == "heads a place too far":
-        stock = running.RunningHeads.logits
-        monkeypatch.setattr(running.RunningHeads, "logits", lambda self, hidden, n: stock(self, hidden, n + 1)[1:])
+        stock = checkpoint.RunningHeads.logits
+        monkeypatch.setattr(checkpoint.RunningHeads, "logits", lambda self, hidden, n: stock(self, hidden, n + 1)[1:])
     else:
         monkeypatch.setattr(RowHeadsProposer, "observe", _wrong(RowHeadsProposer.observe, bug))
     watch = Watch(made, monkeypatch)
@@ -495,8 +495,8 @@ def test_rounding_is_no_mismatch(made: Made) -> None:
         for name in WAYS:
             assert faults(llm.generate(PROMPTS, SEEDED, speculation=made.ways()[name])) == 0
             config, _, witness = load_heads(made.ways()[name].method.model)
-            distance = pairing._distance(config, witness, llm.proposers._context.target)
-            assert distance < pairing.TOLERANCE / 3, (how, name)
+            distance = checkpoint._distance(config, witness, llm.proposers._context.target)
+            assert distance < checkpoint.TOLERANCE / 3, (how, name)
 
 
 def test_a_folder_is_needed_and_must_hold_heads(llm: LLM, made: Made, tmp_path: Path) -> None:
@@ -516,7 +516,7 @@ def test_what_heads_say_of_a_row_does_not_depend_on_other_rows(made: Made, dtype
     hidden = torch.randn(19, target.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for name in WAYS:
         method = made.ways()[name].method
-        heads = running.open_heads(method.model, method.name, target)
+        heads = checkpoint.open_heads(method.model, method.name, target)
         together = heads.logits(hidden.to(target.dtype), heads.config.num_heads)
         for row in range(len(hidden)):
             alone = heads.logits(hidden[row : row + 1].to(target.dtype), heads.config.num_heads)

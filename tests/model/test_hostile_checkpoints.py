@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM
 from outrider.errors import ModelError, ModelLoadError, UnsupportedModelError
-from outrider.model.loading import numbers
-from outrider.model.loading.fit import stored_tensors
+from outrider.loading.fit import stored_tensors
+from outrider.model import factory
 
 UP, HEAD, NORM = "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"
 
@@ -78,7 +78,7 @@ def test_a_weight_that_overflows_in_float16_alone(folder: Path) -> None:
 
 
 def test_sound_weights_are_not_searched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbers, "_weights", lambda model: pytest.fail("the weights were read once more"))
+    monkeypatch.setattr(factory, "_weights", lambda model: pytest.fail("the weights were read once more"))
     LLM(folder, speculation="none")
 
 

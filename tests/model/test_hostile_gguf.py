@@ -14,8 +14,8 @@ import pytest
 
 from outrider.config import ModelConfig
 from outrider.errors import ModelError, OutriderError
-from outrider.model.loading.gguf.header import read_gguf
-from outrider.model.loading.loader import load_model
+from outrider.loading.gguf.header import read_gguf
+from outrider.loading.loader import load_model
 from tests.model import checkpoints
 from tests.model.gguf_files import Written
 from tests.model.test_gguf_tokenizers import vocabulary

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, Eagle3, SamplingParams, SpeculationConfig
 from outrider.errors import HeadMismatchError, InvalidParameterError, ModelError, ModelLoadError
 from outrider.heads.formats.published import read_head
-from outrider.prove.published_heads import save_random_eagle
+from outrider.lab.prove.tiny_heads import save_random_eagle
 from tests.model import checkpoints
 
 LAYERS = 7

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Eagle1, Eagle3, SpeculationConfig
+from outrider.lab.prove.own_model import KV_BOUND, CacheAudit
+from outrider.lab.prove.tiny_heads import save_random_eagle
 from outrider.model import memory
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.own_model import KV_BOUND
-from outrider.prove.published_heads import save_random_eagle
 from tests.model import checkpoints, test_mtp
 from tests.model.double import Double
 from tests.model.eagle_reference import Eagle1Reference, EagleReference

@@ -16,9 +16,9 @@ from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.cache.state import SequenceState
 from outrider.engine.committing import Committing
 from outrider.engine.engine import Engine
-from outrider.engine.hosting.thread import EngineThread
-from outrider.engine.scheduling.scheduler import Schedule, Scheduler
+from outrider.engine.scheduler import Schedule, Scheduler
 from outrider.engine.sequence import Sequence, Status
+from outrider.engine.thread import EngineThread
 from outrider.errors import StepAbortedError
 from tests.model import checkpoints
 

@@ -12,8 +12,8 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.engine import engine
 from outrider.govern.acceptance import KEPT, AcceptanceModel
+from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.model import keeping
-from outrider.prove.tiny import save_tiny_llama
 from tests.model.core import core
 from tests.model.test_auto import COPY, FREE, auto, steady
 

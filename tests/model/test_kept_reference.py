@@ -14,10 +14,11 @@ import torch
 
 from outrider import LLM
 from outrider.kernels.library import available_sets
-from outrider.model import factory, keeping, kept_reference
-from outrider.model.backends.fused import FusedDecoder
-from outrider.model.kept_reference import read_reference
-from outrider.model.loading.loaded_model import LoadedModel
+from outrider.loading.loaded_model import LoadedModel
+from outrider.model import factory, keeping
+from outrider.model import keeping as kept_reference
+from outrider.model.fused import FusedDecoder
+from outrider.model.keeping import read_reference
 from tests.model.test_rounded_rows_of_files import write
 
 pytest.importorskip("gguf")

@@ -10,12 +10,11 @@ import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.cache.running import Anchor, CellRecord
-from outrider.engine.hosting.thread import Health
+from outrider.config import RequestOptions
+from outrider.engine.thread import Health
+from outrider.lab.prove.own_model import KV_BOUND, CacheAudit
 from outrider.model import memory
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.own_model import KV_BOUND
-from outrider.request_options import RequestOptions
+from outrider.propose.draft_model import DraftModel
 from outrider.server.metrics import EngineState
 from tests.model.test_running_states import KINDS, PREDICTION, PROMPT, almost, load, saved
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM
 from outrider.errors import OutriderError
-from outrider.model.loading import hub
+from outrider.loading import sources
 
 
 def configured(folder: Path, **values: object) -> None:
@@ -145,4 +145,4 @@ def test_a_name_that_the_hub_does_not_know_is_no_question_of_the_network(monkeyp
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     with pytest.raises(OutriderError, match="no such model on the hub"):
-        hub.hub_options("owner/mistyped", None)
+        sources.hub_options("owner/mistyped", None)

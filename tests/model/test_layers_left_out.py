@@ -12,10 +12,9 @@ import torch
 
 from outrider import SamplingParams, SpeculationConfig
 from outrider.draft import Draft
-from outrider.propose.method import Method
-from outrider.propose.methods.early_exit import EarlyExit
-from outrider.propose.methods.layer_skip import LayerSkip
-from outrider.trace import RoundTrace
+from outrider.propose.own_layers import EarlyExit, LayerSkip
+from outrider.propose.settings import Method
+from outrider.results import RoundTrace
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
 from tests.model.test_shared_layers import BACKENDS, EXIT, GREEDY, LENGTH, PROMPTS, SKIP, TREE, load

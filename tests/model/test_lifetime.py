@@ -151,7 +151,7 @@ print("parent", True)
 """
 
 
-@pytest.mark.by_change("src/outrider/engine/hosting/", "src/outrider/llm.py", "tests/model/test_lifetime.py")
+@pytest.mark.by_change("src/outrider/engine/", "src/outrider/llm.py", "tests/model/test_lifetime.py")
 def test_a_forked_process_is_told_instead_of_hanging() -> None:
     done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=False, timeout=100)
     assert done.stdout.split("\n")[:-1] == [f"{name} True" for name in ("generate", "stream", "load", "half", "parent")]

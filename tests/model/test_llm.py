@@ -9,7 +9,7 @@ import pytest
 from transformers.utils import logging as hf_logging
 
 from outrider import LLM, DraftModel, SpeculationConfig
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import ModelLoadError
 from outrider.kernels.library import available_sets
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.embedded import default_model
-from outrider.measure.tasks import built_in
-from outrider.measure.widen import wide_target
-from outrider.trace import RoundTrace
+from outrider.config import default_model
+from outrider.lab.measure.tasks import built_in
+from outrider.results import RoundTrace
+from outrider.widen import wide_target
 
 #: Tokens of the texts that end together, and of the one that goes on alone.
 CROWD, ALONE = 48, 240

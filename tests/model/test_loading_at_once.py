@@ -20,12 +20,11 @@ from transformers import PreTrainedModel, core_model_loading
 
 import outrider
 from outrider import LLM, AsyncLLM, SamplingParams
-from outrider.config import ModelConfig
-from outrider.embedded import default_model
-from outrider.engine.hosting.thread import LONGEST_STAGE, EngineThread
+from outrider.config import ModelConfig, default_model
+from outrider.engine.thread import LONGEST_STAGE, EngineThread
 from outrider.errors import ModelLoadError
-from outrider.model.loading import exclusive
-from outrider.model.loading.loader import load_model
+from outrider.loading import exclusive
+from outrider.loading.loader import load_model
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 STOCK = (PreTrainedModel.tie_weights, PreTrainedModel.init_weights, nn.init.normal_, torch.linspace)
@@ -162,7 +161,7 @@ def test_a_load_that_waits_for_its_turn_ends_too(monkeypatch: pytest.MonkeyPatch
 SLOW = """
 import sys, time, transformers.modeling_utils
 from transformers import core_model_loading
-from outrider.engine.hosting import thread
+from outrider.engine import thread
 thread.LONGEST_STAGE = {patience}
 real = core_model_loading.WeightRenaming.convert
 def convert(*args, **kwargs):
@@ -190,7 +189,7 @@ def begun(code: str) -> subprocess.Popen[str]:
 
 #: Processes that are interrupted take seconds to begin.
 of_loading = pytest.mark.by_change(
-    *("src/outrider/model/loading/", "src/outrider/engine/hosting/", "src/outrider/cli/", "src/outrider/llm.py"),
+    *("src/outrider/loading/", "src/outrider/engine/", "src/outrider/cli/", "src/outrider/llm.py"),
     "tests/model/test_loading_at_once.py",
 )
 

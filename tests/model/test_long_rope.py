@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig
-from outrider.prove.cache_truth import CacheAudit
+from outrider.lab.prove.own_model import CacheAudit
 from tests.model import checkpoints
 from tests.model.checkpoints import LONG_AFTER, VOCAB_SIZE
 from tests.model.core import core, in_turn

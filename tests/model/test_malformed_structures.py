@@ -6,7 +6,7 @@ import pytest
 
 from outrider import LLM, SamplingParams, StructuredOutputs
 from outrider.errors import InvalidParameterError, ProcessingError
-from outrider.propose.speculation import PLAIN
+from outrider.propose.settings import PLAIN
 from tests.unit.test_grammar import MALFORMED, TOO_MUCH
 
 

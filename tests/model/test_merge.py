@@ -6,8 +6,8 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.errors import InputError
-from outrider.propose.methods.draft_model import DraftModelProposer
-from outrider.trace import RoundTrace
+from outrider.propose.draft_model import DraftModelProposer
+from outrider.results import RoundTrace
 
 PROMPTS = ["def main(", "x = [1, 2, 3, 1, 2, 3,"]
 MODEL = {"method": "draft_model", "num_draft_tokens": 3}

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.embedded import default_model
-from outrider.propose import registry
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.published_mtp import save_random_mtp
-from outrider.prove.published_parallel import save_random_peagle
-from outrider.prove.tiny_heads import save_random_heads
+from outrider.config import default_model
+from outrider.lab.prove.tiny import save_random_heads
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
+from outrider.propose import settings
 from tests.model.vocabularies import save_permuted_and_cut
 
 PROMPTS = ["def main(", "x = [1, 2, 3, 1, 2, 3,"]
@@ -78,7 +75,7 @@ def llm() -> LLM:
 
 
 def test_every_method_takes_part() -> None:
-    assert {way["method"] for way in WAYS} == {"none", *registry._BUILT_IN}
+    assert {way["method"] for way in WAYS} == {"none", *settings._BUILT_IN}
 
 
 @pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from outrider.kernels.library import kernel_library
-from outrider.model.fused.families import FAMILIES
+from outrider.model.families import FAMILIES
 from tests.model.core import core
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, NemotronHConfig
 from outrider import LLM, Mtp, SpeculationConfig
 from outrider.errors import InvalidParameterError, ModelError, ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.mtp import read_mtp_config
-from outrider.heads.mtp_head import MtpHead, MtpLayer
-from outrider.propose.methods import feature_texts
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.own_model import KV_BOUND
-from outrider.prove.published_mtp import save_random_mtp
+from outrider.heads.mtp import MtpHead, MtpLayer
+from outrider.lab.prove.own_model import KV_BOUND, CacheAudit
+from outrider.lab.prove.tiny_heads import save_random_mtp
+from outrider.propose import beside_target
 from tests.model import checkpoints
 from tests.model.mtp_reference import MtpReference
 from tests.model.test_feature_heads import BOUND, GREEDY, PROMPTS, SEEDED, Watch, faults, texts
@@ -203,13 +202,13 @@ def _halves_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def _prompt_not_read(patch: pytest.MonkeyPatch) -> None:
-    stock = feature_texts._keep
+    stock = beside_target._keep
 
     def keep(added: Any, head: Any, read: Any, layer: int, keys: Any, values: Any) -> Any:
         prompt = read[0].start == 0
         return stock(added, head, read, layer, *(torch.zeros_like(each) if prompt else each for each in (keys, values)))
 
-    patch.setattr(feature_texts, "_keep", keep)
+    patch.setattr(beside_target, "_keep", keep)
 
 
 @pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see

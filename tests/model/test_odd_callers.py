@@ -10,10 +10,10 @@ import pytest
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig
 from outrider.draft import Draft, Law
-from outrider.engine.scheduling.scheduler import as_requested
+from outrider.engine.scheduler import as_requested
 from outrider.errors import EngineBusyError, InvalidParameterError, ProcessingError, ProposerError
 from outrider.propose.base import DraftNoise, ObservedRows, Proposer, ProposeRequest, Requirements
-from outrider.propose.method import Method, ProposerContext
+from outrider.propose.settings import Method, ProposerContext
 from tests.model import checkpoints
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3, 9, 9, 4], [5, 6], [7, 7, 7, 7, 7]]

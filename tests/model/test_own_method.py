@@ -11,8 +11,8 @@ import pytest
 
 from outrider.cli.options import method_settings
 from outrider.errors import InvalidParameterError
-from outrider.measure.decoding_config import parse_ways
-from outrider.propose import registry
+from outrider.lab.measure.decoding_config import parse_ways
+from outrider.propose import settings
 from tests.warm import warm_python
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "write_a_proposer.md"
@@ -21,7 +21,7 @@ SOURCES = Path(__file__).parents[2] / "src"
 
 #: Where the commands may change that look at such a method, or the method itself.
 of_commands = pytest.mark.by_change(
-    *("src/outrider/prove/", "src/outrider/cli/", "src/outrider/bench/", "docs/how-to/write_a_proposer.md"),
+    *("src/outrider/lab/prove/", "src/outrider/cli/", "src/outrider/lab/bench/", "docs/how-to/write_a_proposer.md"),
     "tests/model/test_own_method.py",
 )
 
@@ -109,7 +109,7 @@ def test_it_is_measured_beside_plain_decoding(folder: Path) -> None:
     [
         ("nowhere:Bigram", "cannot be imported"),
         ("json:loads", "no method"),
-        ("outrider.propose.method:Method", "no method"),
+        ("outrider.propose.settings:Method", "no method"),
         ("{oops", "not JSON"),
         ('{"shared": true}', "names no method"),
         ('["suffix"]', "no such method"),
@@ -117,7 +117,7 @@ def test_it_is_measured_beside_plain_decoding(folder: Path) -> None:
 )
 def test_what_is_no_method_is_refused(method: str, problem: str) -> None:
     with pytest.raises(InvalidParameterError, match=problem):
-        registry.find(method_settings(method)["method"])
+        settings.find(method_settings(method)["method"])
 
 
 def test_a_way_that_cannot_be_imported_is_no_way() -> None:

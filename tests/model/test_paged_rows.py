@@ -14,15 +14,15 @@ from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
 from outrider.govern.costs import CostTable, StepTimes, StepWork
-from outrider.kernels.expert_stacks import pack_stacks, unpack_stacks
-from outrider.kernels.formats.registry import FORMATS
+from outrider.kernels.experts import pack_stacks, unpack_stacks
+from outrider.kernels.formats import FORMATS
 from outrider.kernels.library import available_sets, kernel_library
 from outrider.kernels.weights import quantise_linears
-from outrider.model import hf
-from outrider.model.backends.row_guard import RowGuard
+from outrider.loading import hf_modules
 from outrider.model.batch import Segment
+from outrider.model.row_guard import RowGuard
 from outrider.model.runner import ModelRunner
-from outrider.propose.auto import Auto
+from outrider.propose.compositions import Auto
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
 
@@ -89,6 +89,7 @@ class Passes:
 #: Where a change may concern one family, or one instruction set.
 OF_FAMILIES = (
     "src/outrider/model/",
+    "src/outrider/loading/",
     "src/outrider/kernels/",
     "tests/model/checkpoints.py",
     "tests/model/test_paged_rows.py",
@@ -187,7 +188,7 @@ def test_a_large_weight_that_is_not_packed_is_not_read_once_a_row(
     paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a model runs as fast as before, and its bits are not promised."""
-    monkeypatch.setattr("outrider.model.backends.paged._FEW_BYTES", 0)
+    monkeypatch.setattr("outrider.model.attention._FEW_BYTES", 0)
     runner = loaded(paths["llama4_text"], "float32").engine.runner  # its experts are multiplied all at once
     assert runner.backend.name == "paged"
     assert not runner.backend.invariant
@@ -199,14 +200,14 @@ def test_packed_experts_are_given_back(paths: dict[str, str], name: str | None) 
 
     model = AutoModelForCausalLM.from_pretrained(paths["granitemoe"], dtype=torch.float32)
     if name is not None:
-        quantise_linears(model, FORMATS[name], hf.expert_stacks(model))
-    kept = [stack.stored().each(torch.clone) for stack in hf.expert_stacks(model)]
+        quantise_linears(model, FORMATS[name], hf_modules.expert_stacks(model))
+    kept = [stack.stored().each(torch.clone) for stack in hf_modules.expert_stacks(model)]
     library = kernel_library()
     assert library is not None
-    assert len(pack_stacks(hf.expert_stacks(model), library)) == len(kept)
-    assert all(getattr(stack.module, stack.name).isnan().all() for stack in hf.expert_stacks(model))
-    unpack_stacks(hf.expert_stacks(model))
-    for stack, before in zip(hf.expert_stacks(model), kept, strict=True):
+    assert len(pack_stacks(hf_modules.expert_stacks(model), library)) == len(kept)
+    assert all(getattr(stack.module, stack.name).isnan().all() for stack in hf_modules.expert_stacks(model))
+    unpack_stacks(hf_modules.expert_stacks(model))
+    for stack, before in zip(hf_modules.expert_stacks(model), kept, strict=True):
         found = stack.stored()
         assert torch.equal(found.data, before.data)
         assert (found.scale is None) is (before.scale is None)

@@ -10,12 +10,11 @@ import torch
 
 from outrider import Eagle3, PEagle, SpeculationConfig
 from outrider.errors import HeadMismatchError, ModelLoadError
-from outrider.heads import parallel_head
+from outrider.heads import block
+from outrider.heads.block import ParallelHead
+from outrider.heads.eagle import TextHead
 from outrider.heads.formats.published import read_head_config
-from outrider.heads.parallel_head import ParallelHead
-from outrider.heads.text_head import TextHead
-from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.published_parallel import save_random_peagle
+from outrider.lab.prove.tiny_heads import save_random_eagle, save_random_peagle
 from tests.model import checkpoints
 from tests.model.parallel_reference import ParallelReference
 from tests.model.test_block_heads import (
@@ -113,7 +112,7 @@ def _masks_have_the_feature_of_the_text(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rows_see_later_ones(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parallel_head, "additive", lambda seen, dtype: torch.zeros(seen.shape, dtype=dtype))
+    patch.setattr(block, "additive", lambda seen, dtype: torch.zeros(seen.shape, dtype=dtype))
 
 
 def _the_first_token_is_seen(patch: pytest.MonkeyPatch) -> None:

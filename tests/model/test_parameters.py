@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, NoRepeatNGramLogitsProcessor
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig, StructuredOutputs, Suffix
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import (
     ContradictionError,
     InvalidParameterError,

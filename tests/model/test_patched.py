@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import outrider
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import InputError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from tests.model import checkpoints
 from tests.model.core import core

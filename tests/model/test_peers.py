@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.bench.peers.base import PeerModels
-from outrider.bench.peers.known_peers import PEERS, open_peer
-from outrider.embedded import default_model
+from outrider.config import default_model
+from outrider.lab.peers.base import PeerModels
+from outrider.lab.peers.known import PEERS, open_peer
 
-pytestmark = pytest.mark.by_change("src/outrider/bench/peers/", "tests/model/test_peers.py")
+pytestmark = pytest.mark.by_change("src/outrider/lab/peers/", "tests/model/test_peers.py")
 NUM_TOKENS = 32
 TEXT = 'def add(a, b):\n    """Return the sum of a and b."""\n'
 ENDED = 'if __name__ == "__main__":\n    main()\n'

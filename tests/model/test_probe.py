@@ -13,11 +13,11 @@ import torch
 from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.kernels.library import available_sets
+from outrider.loading.loader import load_model
 from outrider.model import hf
 from outrider.model.factory import make_runner, ways_of
-from outrider.model.fused.families import FAMILIES
-from outrider.model.fused.layer_builder import decoder_layer
-from outrider.model.loading.loader import load_model
+from outrider.model.families import FAMILIES
+from outrider.model.layer_builder import decoder_layer
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
@@ -58,7 +58,9 @@ CASES = [(*each, dtype) for each in WRONG for dtype in DTYPES]
 
 
 @pytest.mark.parametrize(
-    ("family", "wrong", "dtype"), core(CASES, CASES[::3], "src/outrider/model/", "src/outrider/kernels/"), ids=str
+    ("family", "wrong", "dtype"),
+    core(CASES, CASES[::3], *("src/outrider/model/", "src/outrider/loading/"), "src/outrider/kernels/"),
+    ids=str,
 )
 def test_a_wrong_description_is_refused(
     family: str, wrong: dict[str, Any], dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +79,11 @@ LAYERS, ROUNDINGS = [0, 2, 5], [None, "int8"]
 
 @pytest.mark.parametrize(
     ("layer", "dtype", "quantization"),
-    core(product(LAYERS, DTYPES, ROUNDINGS), in_turn(LAYERS, DTYPES, ROUNDINGS), "src/outrider/model/"),
+    core(
+        product(LAYERS, DTYPES, ROUNDINGS),
+        in_turn(LAYERS, DTYPES, ROUNDINGS),
+        *("src/outrider/model/", "src/outrider/loading/"),
+    ),
 )
 def test_a_single_wrong_layer_is_refused(
     layer: int, dtype: str, quantization: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +96,7 @@ def test_a_single_wrong_layer_is_refused(
         seen.append(made)
         return replace(made, up=made.gate, gate=made.up) if len(seen) == layer + 1 else made
 
-    monkeypatch.setattr("outrider.model.backends.fused.decoder_layer", one_wrong)
+    monkeypatch.setattr("outrider.model.fused.decoder_layer", one_wrong)
     with pytest.raises(UnsupportedModelError, match="logits differ"):
         runner_of(path, dtype, "fused", quantization)
     assert len(seen) == 6

@@ -11,15 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.building import FORMAT, Profile, read_profile
 from outrider.cli.app import app
 from outrider.cli.options import load
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProfileMismatchError
-from outrider.profile import FORMAT, Profile, read_profile
-from outrider.propose.auto import Auto
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.prove.tiny import save_tiny_llama
-from outrider.tuning.results import Recommendation
-from outrider.tuning.tuner import Tuner
+from outrider.lab.prove.tiny import save_tiny_llama
+from outrider.lab.tune.results import Recommendation
+from outrider.lab.tune.tuner import Tuner
+from outrider.propose.compositions import Auto
+from outrider.propose.draft_model import DraftModel
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.draft import Draft, Law, ScratchRows
-from outrider.engine.proposing import breaker, drafting
-from outrider.engine.proposing.breaker import PATIENCE
-from outrider.engine.proposing.drafter import Drafter
+from outrider.engine import sequence as breaker
+from outrider.engine.drafting import drafting
+from outrider.engine.sequence import PATIENCE, Drafter
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.errors import ForwardError, NonFiniteLogitsError, ProposerError
-from outrider.model.backends.base import PassOutput
+from outrider.model.attention import PassOutput
 from outrider.model.context import ForwardContext
 from outrider.propose.base import (
     DraftNoise,
@@ -30,8 +30,8 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
 )
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.settings import Method, ProposerContext
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
 

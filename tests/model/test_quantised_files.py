@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
-from outrider.convert.compressed_tensors import write_compressed
 from outrider.errors import ContradictionError, ModelLoadError, UnsupportedModelError
-from outrider.kernels.formats.registry import FORMATS
+from outrider.kernels.formats import FORMATS
 from outrider.kernels.linear import use_stock_linear
 from outrider.kernels.weights import stored_weight
-from outrider.model import hf, keeping
-from outrider.model.loading.configuration import read_context, read_needs
-from outrider.model.loading.loader import load_model
+from outrider.lab.convert.compressed_tensors import write_compressed
+from outrider.loading import hf_modules
+from outrider.loading.configuration import read_context, read_needs
+from outrider.loading.loader import load_model
+from outrider.model import keeping
 from tests.model import checkpoints, quantised_files
 from tests.model.core import core
 from tests.model.quantised_files import GROUP, awq, declare, fp8, gptq
@@ -42,7 +43,7 @@ FILES: dict[str, Any] = {
 
 
 @pytest.fixture(
-    scope="module", params=core(FILES, ("gptq-ordered", "awq"), "src/outrider/model/loading/", "src/outrider/kernels/")
+    scope="module", params=core(FILES, ("gptq-ordered", "awq"), "src/outrider/loading/", "src/outrider/kernels/")
 )
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
     return quantised_files.write(tmp_path_factory.mktemp("files") / request.param, *FILES[request.param])
@@ -137,7 +138,7 @@ def test_experts_are_those_of_the_layout_to_the_bit(
         weights | {name: value.float() for name, value in values.items()}, plain / "model.safetensors", {"format": "pt"}
     )
     stock, model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), read(folder)
-    for ours, theirs in zip(hf.expert_stacks(model), hf.expert_stacks(stock), strict=True):
+    for ours, theirs in zip(hf_modules.expert_stacks(model), hf_modules.expert_stacks(stock), strict=True):
         stored, want = ours.stored(), theirs.stored().data
         assert torch.equal(
             stored.format.dequantise(stored.each(lambda tensor: tensor.flatten(0, 1)), torch.float32), want.flatten(0, 1)

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, Suffix
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
 from outrider.kernels.library import available_sets
-from outrider.model import hf
+from outrider.loading import hf_modules
 from outrider.model.batch import Segment
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
@@ -34,6 +34,7 @@ FAMILIES = ["llama", "mixtral", "gemma2", "gpt_oss", "gpt_neox"]
 OF_ROUNDING = (
     "src/outrider/kernels/",
     "src/outrider/model/",
+    "src/outrider/loading/",
     "tests/model/checkpoints.py",
     "tests/model/test_quantization.py",
 )
@@ -147,7 +148,7 @@ def test_rounded_activations_are_those_of_the_stock_model(
 
 def test_experts_of_an_unknown_form_do_not_take_rounded_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoints.save("mixtral", tmp_path, intermediate_size=64)
-    monkeypatch.setattr(hf, "takes_packed_experts", lambda module: False)
+    monkeypatch.setattr(hf_modules, "takes_packed_experts", lambda module: False)
     with pytest.raises(
         UnsupportedModelError, match=r"experts are not rounded: no product with model\.layers\.0\.mlp\.experts"
     ):

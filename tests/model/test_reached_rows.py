@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider import LLM, Prediction, SamplingParams, SpeculationConfig
 from outrider.errors import NonFiniteLogitsError, NoTokenLeftError, OutriderError, ProcessingError
-from outrider.model.backends.base import PassOutput
+from outrider.model.attention import PassOutput
 from outrider.model.context import ForwardContext
 from tests.model.core import core, in_turn
 

@@ -14,13 +14,10 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.embedded import default_model
-from outrider.propose.trees.pace import FixedPace
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.published_mtp import save_random_mtp
-from outrider.prove.published_parallel import save_random_peagle
-from outrider.prove.tiny_heads import save_random_heads
+from outrider.config import default_model
+from outrider.lab.prove.tiny import save_random_heads
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
+from outrider.propose.trees.adaptive import FixedPace
 from tests.model.test_mixed_methods import PREDICTION, WAYS
 
 RECORDED = Path(__file__).with_suffix(".json")

@@ -11,16 +11,16 @@ import torch
 
 from outrider import LLM, SpeculationConfig
 from outrider.draft import Draft
-from outrider.engine.scheduling.scheduler import as_requested
+from outrider.engine.scheduler import as_requested
+from outrider.lab.prove.own_model import CacheAudit
 from outrider.model import resumed_forward
 from outrider.model.batch import Segment
 from outrider.model.resumed_forward import TargetPass, resumes_exactly
+from outrider.propose import own_layers
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, Requirements
 from outrider.propose.bridge import SameVocabulary
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods import shared_layers
-from outrider.propose.methods.early_exit import EarlyExit
-from outrider.prove.cache_truth import CacheAudit
+from outrider.propose.own_layers import EarlyExit
+from outrider.propose.settings import Method, ProposerContext
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
 from tests.model.test_shared_layers import BACKENDS, EXIT, EXIT_TREE, GREEDY, LENGTH, LOOKUP, PROMPTS, SEEDED, SKIP, load
@@ -177,7 +177,7 @@ def test_the_probe_sees_another_layer(fused: LLM, monkeypatch: pytest.MonkeyPatc
 # -- proposers that would mislead it -----------------------------------------------------------------------------------
 
 
-class MisleadingProposer(shared_layers.SharedLayersProposer):
+class MisleadingProposer(own_layers.SharedLayersProposer):
     """Drafts by early exit, and then does something that must not reach the target's own pass."""
 
     def __init__(self, context: ProposerContext, trick: str) -> None:
@@ -310,7 +310,7 @@ def test_rows_of_an_earlier_step_are_forgotten(fused: LLM, monkeypatch: pytest.M
     """What a proposer runs after a pass, for the next draft, is not there in the next step: the memory may be another's."""
     found = compare_every_pass(fused, monkeypatch)
 
-    class Early(shared_layers.SharedLayersProposer):
+    class Early(own_layers.SharedLayersProposer):
         requires = Requirements(aux_layers=(4,))
 
         def observe(self, rows: Any) -> None:

@@ -14,8 +14,8 @@ import torch
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.errors import ContradictionError
 from outrider.kernels.library import available_sets
-from outrider.prove.own_model import OwnModel
-from outrider.train.target import FrozenTarget
+from outrider.lab.prove.own_model import OwnModel
+from outrider.lab.train.target import FrozenTarget
 from tests.model import checkpoints, quantised_files
 from tests.model.gguf_files import Kinds, Written
 from tests.model.quantised_files import GROUP, gptq

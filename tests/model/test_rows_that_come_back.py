@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig
-from outrider.engine.scheduling.scheduler import as_requested
+from outrider.engine.scheduler import as_requested
 from outrider.errors import ContradictionError
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 from outrider.params import RequestOutput
 from outrider.propose.base import ObservedRows, RowStatus
-from outrider.propose.methods.lookahead import Lookahead, LookaheadProposer, _Look
-from outrider.propose.methods.token_recycling import TokenRecycling, TokenRecyclingProposer
+from outrider.propose.lookahead import Lookahead, LookaheadProposer, _Look
+from outrider.propose.recycling import TokenRecycling, TokenRecyclingProposer
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
 from tests.model.test_target import Oracle

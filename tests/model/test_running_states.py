@@ -14,20 +14,15 @@ from torch import Tensor
 from outrider import LLM, SamplingParams, SpeculationConfig, Suffix
 from outrider.cache.running import CellRecord, RunningText
 from outrider.cache.state import SequenceState
+from outrider.config import RequestOptions
 from outrider.errors import UnsupportedModelError
+from outrider.lab.prove.own_model import KV_BOUND, CacheAudit
 from outrider.model.batch import Segment
-from outrider.model.pass_timer import PassTimer
-from outrider.model.running.convolution import Convolution
-from outrider.model.running.function import StateRows
-from outrider.model.running.recurrence import Recurrence
-from outrider.model.running.running_pass import RunningPass
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.propose.methods.early_exit import EarlyExit
-from outrider.propose.methods.layer_skip import LayerSkip
-from outrider.propose.methods.prediction import Prediction
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.own_model import KV_BOUND
-from outrider.request_options import RequestOptions
+from outrider.model.memory import PassTimer
+from outrider.model.running import Convolution, Recurrence, RunningPass, StateRows
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.ngram import Prediction
+from outrider.propose.own_layers import EarlyExit, LayerSkip
 from tests.model import checkpoints
 from tests.model.core import core
 
@@ -56,7 +51,7 @@ def almost(text: tuple[int, ...]) -> tuple[int, ...]:
 
 #: Where a change may concern one family and no other.
 OF_FAMILIES = (
-    *("src/outrider/model/running/", "src/outrider/model/fused/", "src/outrider/kernels/", "src/outrider/cache/"),
+    *("src/outrider/model/", "src/outrider/model/", "src/outrider/kernels/", "src/outrider/cache/"),
     "tests/model/checkpoints.py",
 )
 
@@ -180,7 +175,7 @@ _shared = RunningText()
 PLANTED = product(("olmo_hybrid", "qwen3_next"), BUGS)
 
 
-@pytest.mark.parametrize(("llm", "bug"), core(PLANTED, (), *OF_FAMILIES, "src/outrider/prove/"), indirect=["llm"])
+@pytest.mark.parametrize(("llm", "bug"), core(PLANTED, (), *OF_FAMILIES, "src/outrider/lab/prove/"), indirect=["llm"])
 def test_a_planted_bug_is_caught(llm: LLM, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)
     scheduler = llm.engine.scheduler

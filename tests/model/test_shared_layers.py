@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig
-from outrider.engine.scheduling.scheduler import as_requested
+from outrider.engine.scheduler import as_requested
 from outrider.errors import InputError, InvalidParameterError, UnsupportedModelError
+from outrider.lab.prove.own_model import CacheAudit
 from outrider.model import factory
-from outrider.propose.methods import shared_layers
-from outrider.propose.methods.early_exit import EarlyExit
-from outrider.propose.methods.layer_skip import LayerSkip
-from outrider.prove.cache_truth import CacheAudit
+from outrider.propose import own_layers
+from outrider.propose.own_layers import EarlyExit, LayerSkip
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
 
@@ -194,8 +193,8 @@ def test_the_same_layers_are_the_same_settings() -> None:
 def test_defaults_fit_any_depth(depth: int, tmp_path: Path) -> None:
     llm = load(checkpoints.save("llama", tmp_path, seed=1, layers=depth), "fused")
     exits, skips = llm.proposers.get(EarlyExit()), llm.proposers.get(LayerSkip())
-    assert isinstance(exits, shared_layers.SharedLayersProposer)
-    assert isinstance(skips, shared_layers.SharedLayersProposer)
+    assert isinstance(exits, own_layers.SharedLayersProposer)
+    assert isinstance(skips, own_layers.SharedLayersProposer)
     assert exits.layers == tuple(range(max(1, depth // 4)))
     assert 0 in skips.layers
     assert len(skips.layers) < depth

@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM
-from outrider.heads.block_head import Block, BlockHead
-from outrider.heads.eagle_head import EagleHead
-from outrider.heads.feature_head import FeatureHead
+from outrider.heads.block import Block, BlockHead
+from outrider.heads.eagle import EagleHead, FeatureHead
 from outrider.heads.formats.published import read_head
-from outrider.heads.mtp_head import MtpHead
-from outrider.model.lone_layer import SeenRows
+from outrider.heads.lone import SeenRows
+from outrider.heads.mtp import MtpHead
 from outrider.model.target import Target
 from tests.model import checkpoints
 from tests.model.test_feature_heads import BOUND

@@ -11,24 +11,23 @@ import torch
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
+from outrider.config import default_model
 from outrider.draft import EMPTY, Draft, Law
-from outrider.embedded import default_model
-from outrider.engine.hosting.thread import Health
+from outrider.engine.thread import Health
 from outrider.errors import HeadMismatchError, InputError, VocabularyMismatchError
 from outrider.govern.costs import CostTable
+from outrider.lab.prove.engine import ScriptedClock
+from outrider.lab.prove.tiny import HEAD_METHODS, save_random_heads, save_tiny_llama
 from outrider.model.target import Target
-from outrider.propose import registry
+from outrider.propose import settings
 from outrider.propose.base import DraftNoise, Proposer, ProposerSequence
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods.draft_model import DraftModelProposer
-from outrider.propose.methods.row_heads import RowHeadsProposer
-from outrider.propose.methods.staged import StagedProposer
+from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.row_heads import RowHeadsProposer
+from outrider.propose.settings import Method, ProposerContext
+from outrider.propose.staged import StagedProposer
 from outrider.propose.trees.growth import Growth
-from outrider.prove.engine_distribution import ScriptedClock
-from outrider.prove.tiny import save_tiny_llama
-from outrider.prove.tiny_heads import HEAD_METHODS, save_random_heads
+from outrider.results import RequestStats
 from outrider.server.metrics import EngineState, ServerMetrics
-from outrider.stats import RequestStats
 
 PROMPTS = ["def main(", "x = [1, 2, 3, 1, 2, 3,", "class Reader:\n    def __init__(self, path):\n"]
 ALONE = {"method": "draft_model", "num_draft_tokens": 6}
@@ -78,9 +77,9 @@ class Spoilt(Method):
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    registry.register(Spoilt)
+    settings.register(Spoilt)
     yield LLM(dtype="float64", block_size=8, kv_cache_tokens=4000)
-    del registry._registered[Spoilt.name]
+    del settings._registered[Spoilt.name]
 
 
 def drafted(llm: LLM, speculation: Any, **params: Any) -> list[list[tuple[int, ...]]]:

@@ -10,19 +10,16 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.cache.state import SequenceState
+from outrider.lab.prove.own_model import CacheAudit
+from outrider.lab.prove.tiny import raise_engine_norms
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
 from outrider.model.runner import ModelRunner
+from outrider.propose import eagle
 from outrider.propose.base import ObservedRows
-from outrider.propose.methods import feature_drafts
-from outrider.propose.methods.draft_model import DraftModelProposer
-from outrider.propose.methods.feature_drafts import FeatureHeadProposer
-from outrider.propose.methods.feature_rows import LastFeatures
-from outrider.propose.trees import by_depth
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.published_mtp import save_random_mtp
-from outrider.prove.published_parallel import save_random_peagle
-from outrider.prove.tiny import raise_engine_norms
+from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.eagle import FeatureHeadProposer
+from outrider.propose.feature_rows import LastFeatures
+from outrider.propose.trees import growth
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
 from tests.model.eagle_reference import Eagle1Reference, EagleReference
@@ -125,7 +122,7 @@ def test_every_guess_is_what_the_reference_says(pair: Pair, method: str, monkeyp
     way = pair.way(method)
     llm, _ = pair.load(way, kv_cache_tokens=48, max_num_batched_tokens=48)
     reference = REFERENCES[method](pair.heads[method], Oracle(pair.draft).model)
-    watch = Watch(reference, monkeypatch, by_depth if method in ("dflash", "peagle") else feature_drafts)
+    watch = Watch(reference, monkeypatch, growth if method in ("dflash", "peagle") else eagle)
     params = [*PARAMS[:2], SEEDED]
     outputs = llm.generate(PROMPTS, params, speculation=way)
     stats = llm.stats.finished

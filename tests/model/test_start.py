@@ -23,13 +23,13 @@ LLM().generate("Once", SamplingParams(max_tokens=2))
 """
 #: Where a change may concern how PyTorch and transformers are imported.
 of_imports = pytest.mark.by_change(
-    *("src/outrider/cli/startup.py", "src/outrider/model/__init__.py", "src/outrider/model/loading/listing.py"),
+    *("src/outrider/cli/startup.py", "src/outrider/model/__init__.py", "src/outrider/loading/exclusive.py"),
     "tests/model/test_start.py",
 )
 HEAVY = {"torch", "transformers", "numpy", "pydantic", "huggingface_hub"}
 #: What only some runs need: drawing, grammars, other engines, other verbs, and the prover.
 SELDOM = {"matplotlib", "llguidance", "gguf", "openvino", "openvino_genai", "xllamacpp", "sklearn", "pandas"}
-SELDOM |= {"outrider.bench", "outrider.prove", "outrider.convert"}
+SELDOM |= {"outrider.lab.bench", "outrider.lab.prove", "outrider.lab.convert"}
 #: What transformers imports beside a model, and a model of the command does not need.
 BESIDE = {"scipy", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint"}
 

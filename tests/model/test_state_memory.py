@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 from torch import Tensor
 
-from outrider.cli.doctor import _facts
-from outrider.doctor.facts import model_facts
 from outrider.errors import ModelTooLargeError
+from outrider.lab.cli.doctor import _facts
+from outrider.lab.doctor.examination import model_facts
 from outrider.model import memory
 from outrider.model.memory import TextBytes
-from outrider.model.running.running_pass import RunningPass
+from outrider.model.running import RunningPass
 from tests.model.checkpoints import VOCAB_SIZE
 from tests.model.test_running_states import BRANCHES, EXIT, GREEDY, KINDS, PREDICTION, PROMPT, load, saved
 

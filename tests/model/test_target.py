@@ -14,7 +14,7 @@ from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
 from outrider.cache.state import KVView, SequenceState
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.model import hf
+from outrider.loading import hf_modules
 from outrider.model.target import Target
 from tests.model import checkpoints
 
@@ -45,7 +45,7 @@ class Oracle:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
-        hf.use_plain_experts(self.model)
+        hf_modules.use_plain_experts(self.model)
 
     @torch.inference_mode()
     def hidden(self, tokens: list[int]) -> tuple[Tensor, ...]:

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from outrider import LLM, SamplingParams
-from outrider.doctor.facts import model_facts
-from outrider.kernels.triton import kv_write
+from outrider.kernels.triton import attention
 from outrider.kernels.triton.attention import TritonAttention
-from outrider.prove.tiny import save_tiny_llama
+from outrider.lab.doctor.examination import model_facts
+from outrider.lab.prove.tiny import save_tiny_llama
 from tests.model import checkpoints
 from tests.unit.interpreted import DEVICE, even_products
 
@@ -28,7 +28,7 @@ TREE: dict[str, Any] = {"method": "token_recycling", "num_draft_tokens": 4}
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Triton computes on the CPU; the list names what was launched."""
     launched: list[str] = []
-    for holder, name in ((TritonAttention, "attend"), (kv_write, "write_rows")):
+    for holder, name in ((TritonAttention, "attend"), (attention, "write_rows")):
         real = getattr(holder, name)
         monkeypatch.setattr(holder, name, lambda *a, _r=real, _n=name, **k: (launched.append(_n), _r(*a, **k))[1])
     monkeypatch.setenv("OUTRIDER_KERNELS", "triton")
@@ -60,7 +60,7 @@ def test_texts_are_those_of_stock_attention(
             )
 
 
-@pytest.mark.by_change("src/outrider/kernels/triton/", "src/outrider/model/backends/", "tests/model/test_triton_backend.py")
+@pytest.mark.by_change("src/outrider/kernels/triton/", "src/outrider/model/", "tests/model/test_triton_backend.py")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU refuses this mode")
 def test_bits_and_so_seeds_hold_in_batch_invariant_mode(tmp_path: Path, interpreted: list[str]) -> None:
     """The load compares bits of whole passes with those of chunks, neighbours and trees; then seeded texts are equal."""

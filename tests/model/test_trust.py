@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
-from outrider.embedded import default_model
-from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.config import default_model
+from outrider.propose.draft_model import DraftModelProposer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 

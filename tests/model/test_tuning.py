@@ -17,23 +17,21 @@ from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.cache.memory import StateMemory
 from outrider.cache.state import SequenceState
 from outrider.cli.app import app
-from outrider.doctor.measure import PassTimes
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.heads.checkpoint import load_heads, save_heads
-from outrider.measure import contestants, plausible
-from outrider.measure.decoding_config import DecodingConfig, parse_ways
-from outrider.measure.run import EncodedTask, Run, write
-from outrider.propose.speculation import PLAIN
-from outrider.prove.tiny import save_tiny_hybrid, save_tiny_llama
-from outrider.prove.tiny_heads import save_random_heads
-from outrider.train.manifest import DataSettings, Manifest, TargetFacts
-from outrider.train.records import Record, write_shard
-from outrider.tuning.shadow import Shadow, ShadowScorer, score_text
-from outrider.tuning.tuner import Tuner
+from outrider.lab.doctor.measure import PassTimes
+from outrider.lab.measure import writing
+from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
+from outrider.lab.measure.writing import EncodedTask, Run, write
+from outrider.lab.prove.tiny import save_random_heads, save_tiny_hybrid, save_tiny_llama
+from outrider.lab.tune.shadow import Shadow, ShadowScorer, score_text
+from outrider.lab.tune.tuner import Tuner
+from outrider.propose.settings import PLAIN
+from outrider.records import DataSettings, Manifest, Record, TargetFacts, write_shard
 
 pytestmark = pytest.mark.by_change(
-    *("src/outrider/tuning/", "src/outrider/measure/", "src/outrider/cli/tune.py", "tests/model/test_tuning.py")
+    *("src/outrider/lab/tune/", "src/outrider/lab/measure/", "src/outrider/lab/cli/tune.py", "tests/model/test_tuning.py")
 )
 PROMPT = (0, 1, 1, 0)
 RECORDED = (0, 1, 1, 0, 1, 1, 0, 1, 1, 1, 0)
@@ -119,7 +117,7 @@ def test_what_a_lookup_saw_in_a_shadow_does_not_help_it_later(llm: LLM) -> None:
 def test_what_a_text_says_does_not_depend_on_where_it_is_cut(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     text = EncodedTask("t", PROMPT, len(RECORDED), RECORDED)
     whole = score_text(llm.engine.runner, text, SamplingParams())
-    monkeypatch.setattr("outrider.tuning.shadow._CHUNK", 3)
+    monkeypatch.setattr("outrider.lab.tune.shadow._CHUNK", 3)
     cut = score_text(llm.engine.runner, text, SamplingParams())
     assert len(whole.probs) == len(RECORDED)
     assert cut.probs == pytest.approx(whole.probs)
@@ -138,7 +136,7 @@ def test_what_is_kept_of_a_text_with_running_states_does_not_grow(tmp_path: Path
     with LLM(save_tiny_hybrid(tmp_path / "hybrid", 5), speculation="none", dtype="float64") as hybrid:
         whole = score_text(hybrid.engine.runner, text, SamplingParams())
         states.clear()
-        monkeypatch.setattr("outrider.tuning.shadow._CHUNK", 3)
+        monkeypatch.setattr("outrider.lab.tune.shadow._CHUNK", 3)
         cut = score_text(hybrid.engine.runner, text, SamplingParams())
     assert cut.probs == pytest.approx(whole.probs)
     (state,) = states
@@ -228,7 +226,7 @@ class TestCommand:
     def test_a_log_is_scored_and_nothing_is_generated(
         self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("outrider.tuning.tuner.interleave", None)
+        monkeypatch.setattr("outrider.lab.tune.tuner.interleave", None)
         answer = "".join('"a'[token] for token in RECORDED)
         path = self.traffic(tmp_path, json.dumps({"prompt": "a", "answer": answer}), json.dumps({"prompt": "a"}))
         result = self.tune(pair, tmp_path / "out", "--log", path)
@@ -243,14 +241,14 @@ class TestCommand:
     def test_gains_that_cannot_be_are_neither_recommended_nor_kept(
         self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        real = contestants.write
+        real = writing.write
 
         def loaded(llm: LLM, tasks: Any, way: DecodingConfig, temperature: float) -> Run:
             found = real(llm, tasks, way, temperature)
             return replace(found, decode_seconds=30.0 if way.plain else 1.0)
 
-        monkeypatch.setattr(contestants, "write", loaded)
-        monkeypatch.setattr(plausible, "SLACK", 1.05)
+        monkeypatch.setattr(writing, "write", loaded)
+        monkeypatch.setattr(writing, "SLACK", 1.05)
         result = self.tune(pair, tmp_path / "out")
         assert result.exit_code == 1, result.output
         assert "Nothing is recommended: draft_model k=2, suffix k=4, auto gained more than their" in result.stdout
@@ -263,7 +261,7 @@ class TestCommand:
         self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         flat = PassTimes({1: 1.0, 64: 1.0}, "16 rows seemed to cost no more than one")
-        monkeypatch.setattr("outrider.tuning.tuner.pass_seconds", lambda *_: flat)
+        monkeypatch.setattr("outrider.lab.tune.tuner.pass_seconds", lambda *_: flat)
         answer = "".join('"a'[token] for token in RECORDED)
         result = self.tune(
             pair, tmp_path / "out", "--log", self.traffic(tmp_path, json.dumps({"prompt": "a", "answer": answer}))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.measure.widen import widen
+from outrider.widen import widen
 from tests.model import encoders
 
 SOURCE = [(7 * i * i + 3 * i) % encoders.VOCAB_SIZE for i in range(23)]

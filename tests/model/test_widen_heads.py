@@ -10,20 +10,19 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.bench import widen_heads as module
-from outrider.bench.widen_heads import wide_heads, widen_heads, widen_published
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.engine import engine
 from outrider.errors import UnsupportedModelError
 from outrider.heads.checkpoint import load_heads, save_heads
 from outrider.heads.formats.published import read_head
-from outrider.measure.widen import widen
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.tiny_heads import save_random_heads
+from outrider.lab.measure import widen_heads as module
+from outrider.lab.measure.widen_heads import wide_heads, widen_heads, widen_published
+from outrider.lab.prove.tiny import save_random_heads
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
+from outrider.widen import widen
 
 pytestmark = pytest.mark.by_change(
-    *("src/outrider/bench/widen_heads.py", "src/outrider/measure/widen.py", "src/outrider/heads/"),
+    *("src/outrider/lab/measure/widen_heads.py", "src/outrider/widen.py", "src/outrider/heads/"),
     "tests/model/test_widen_heads.py",
 )
 PROMPTS = ["def main(", "The little dog"]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from outrider import LLM
-from outrider.measure import widen as module
-from outrider.measure.widen import widen
-from outrider.prove.published_mtp import save_random_mtp
+from outrider import widen as module
+from outrider.lab.prove.tiny_heads import save_random_mtp
+from outrider.widen import widen
 from tests.model import checkpoints
 from tests.model.test_target import Oracle
 from tests.model.test_widen_heads import drafts

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outrider.embedded import default_model
+from outrider.config import default_model
 
 
 def save_permuted_and_cut(folder: Path, *, num_merges: int, seed: int = 0) -> str:

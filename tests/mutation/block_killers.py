@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, Ngram, SpeculationConfig
-from outrider.engine.scheduling.scheduler import as_requested
-from outrider.prove.published_blocks import save_random_dflash
+from outrider.engine.scheduler import as_requested
+from outrider.lab.prove.tiny_heads import save_random_dflash
 from tests.model import checkpoints, test_block_heads
 
 _NAMES = ("z-lab", "z-lab, windows")

@@ -9,17 +9,17 @@ def _mutant(name: str, path: str, old: str, new: str) -> Mutant:
     return Mutant(name, 0, path, old, new, "blocks_make_the_drafts")
 
 
-_DRAFTS, _HEAD = "propose/methods/block_drafts.py", "heads/block_head.py"
+_DRAFTS, _HEAD = "propose/parallel.py", "heads/block.py"
 BLOCK_MUTANTS = (
     _mutant(
         "what is kept of a text comes from rows that were rejected",
-        "propose/methods/beside_target.py",
+        "propose/beside_target.py",
         "text.hidden(layer)",
         "text.seen.aux_hidden_states[layer][-len(text) :]",
     ),
     _mutant(
         "rows of a block see no later rows",
-        "heads/formats/block.py",
+        "heads/formats/zlab.py",
         "causal_in_windows if kind == SLIDING else causal",
         "True",
     ),
@@ -35,7 +35,7 @@ BLOCK_MUTANTS = (
         "aux_layers=tuple(i + 1 for i in ids)",
         "aux_layers=tuple(ids)",
     ),
-    _mutant("features are not normed", "heads/block_network.py", "self.hidden_norm(self.fc(", "(self.fc("),
+    _mutant("features are not normed", "heads/block_networks.py", "self.hidden_norm(self.fc(", "(self.fc("),
     _mutant("a window is one place wider", _HEAD, "ahead.abs() < reach.window", "ahead.abs() <= reach.window"),
     _mutant("a block ends with the last token of the text", _HEAD, "(block.anchor, *masks)", "(*masks, block.anchor)"),
     _mutant("tokens are drafted a place too early", _HEAD, "i * size + 1 + place", "i * size + place"),

@@ -19,10 +19,16 @@ import torch
 from outrider.cache.blocks import BlockManager
 from outrider.draft import Draft, Law, depths_of
 from outrider.errors import HeadMismatchError
+from outrider.lab.prove.engine import EngineProof
+from outrider.lab.prove.running import Finding
+from outrider.lab.prove.settings import SETTINGS, Setting
+from outrider.lab.prove.target_settings import HEADS_SETTINGS, SHARED_TARGET_LAYERS
+from outrider.lab.prove.tiny import save_tiny_heads, save_tiny_llama
 from outrider.llm import LLM
 from outrider.params import SamplingParams, TokenOrigin
 from outrider.propose.base import (
     DraftNoise,
+    Drawn,
     ObservedRows,
     Proposer,
     ProposeRequest,
@@ -30,19 +36,9 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
 )
-from outrider.propose.drawn import Drawn
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.propose.methods.suffix import Suffix
-from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.engine_distribution import EngineProof
-from outrider.prove.findings import Finding
-from outrider.prove.settings.drafts import SETTINGS
-from outrider.prove.settings.heads import HEADS_SETTINGS
-from outrider.prove.settings.setting import Setting
-from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS
-from outrider.prove.tiny import save_tiny_llama
-from outrider.prove.tiny_heads import save_tiny_heads
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.settings import Method, ProposerContext, SpeculationConfig
+from outrider.propose.suffix import Suffix
 from tests.model import checkpoints, test_added_layers, test_boundary, test_heads, test_target
 from tests.unit import test_state
 

@@ -117,7 +117,7 @@ DEEP_MUTANTS = (
     *_from_depth(
         "a refusal leaves what the target owes as it was",
         4,
-        "verify/trees.py",
+        "verify/rules.py",
         "            wanted, owed = _residual(wanted, proposal, wanted.new_ones(())), True\n",
         lambda d: (
             f"            if len(path) + 1 < {d}:\n"
@@ -129,7 +129,7 @@ DEEP_MUTANTS = (
     *_from_depth(
         "what a parent owes is forgotten where a leaf was refused",
         4,
-        "verify/trees.py",
+        "verify/rules.py",
         "        wanted[parent] = _residual(wanted[parent], proposal, weight[parent])\n",
         lambda d: (
             f"        if len(tree.path_to(node)) < {d}:\n"

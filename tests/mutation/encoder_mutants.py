@@ -9,7 +9,7 @@ def _mutant(name: str, path: str, old: str, new: str, killer: str, refused: Refu
     return Mutant(name, 0, path, old, new, killer, refused=refused)
 
 
-_ATTENTION, _ROWS = "kernels/native/attention.inc", "model/backends/pass_rows.py"
+_ATTENTION, _ROWS = "kernels/native/attention.inc", "model/attention.py"
 #: In our kernels, or in what they are told.
 ENCODER_KERNEL_MUTANTS = (
     _mutant(
@@ -60,7 +60,7 @@ ENCODER_KERNEL_MUTANTS = (
     ),
     _mutant(
         "a source is computed from what another one left",
-        "model/backends/fused.py",
+        "model/fused.py",
         "each) for each in encoded]",
         "encoded[0]) for _ in encoded]",
         "kernels_sources",
@@ -72,7 +72,7 @@ _STAND_IN = "if context.sources is None or key is not context.sources.stand_in:"
 ENCODER_MUTANTS = (
     _mutant(
         "all texts of a pass attend to one source",
-        "model/source_pass.py",
+        "model/context.py",
         "return self._slots[index]",
         "return self._slots[0]",
         "encoder_batch",
@@ -95,7 +95,7 @@ ENCODER_MUTANTS = (
     ),
     _mutant(
         "attention to a source writes over the rows of the text",
-        "model/backends/paged.py",
+        "model/attention.py",
         _STAND_IN,
         "if True:",
         "encoder_batch",
@@ -103,7 +103,7 @@ ENCODER_MUTANTS = (
     ),
     _mutant(
         "a source is found by the beginning of another one",
-        "cache/source.py",
+        "cache/state.py",
         'return ("source", self._namespace, self.token_ids)',
         'return ("source", self._namespace)',
         "encoder_prefixes",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.prove.published_heads import save_random_eagle
+from outrider.lab.prove.tiny_heads import save_random_eagle
 from tests.model import checkpoints, test_feature_heads, test_mtp, test_staged_heads
 from tests.model.mtp_reference import MtpReference
 

@@ -9,9 +9,9 @@ def _mutant(name: str, path: str, old: str, new: str, killer: str = "features_ma
     return Mutant(name, 0, path, old, new, killer)
 
 
-_DRAFTS, _ROWS = "propose/methods/feature_drafts.py", "propose/methods/feature_rows.py"
-_TEXTS = "propose/methods/feature_texts.py"
-_HEAD, _NETWORKS = "heads/feature_head.py", "heads/feature_networks.py"
+_DRAFTS, _ROWS = "propose/eagle.py", "propose/feature_rows.py"
+_TEXTS = "propose/beside_target.py"
+_HEAD, _NETWORKS = "heads/eagle.py", "heads/features.py"
 FEATURE_MUTANTS = (
     _mutant(
         "a token is read beside its own feature", _HEAD, "(first[i : i + 1], rows[:-1])", "(first[i : i + 1], rows[1:])"
@@ -37,13 +37,13 @@ FEATURE_MUTANTS = (
     ),
     _mutant(
         "features are joined from high to low",
-        "heads/placed_network.py",
+        "heads/placed.py",
         "for layer in self.aux_layers]",
         "for layer in reversed(self.aux_layers)]",
     ),
     _mutant(
         "layers that are nested in a configuration are those whose inputs are read",
-        "heads/formats/eagle_config.py",
+        "heads/formats/safeailab.py",
         "tuple(i + 1 for i in",
         "tuple(i for i in",
     ),
@@ -73,21 +73,21 @@ FEATURE_MUTANTS = (
     ),
     _mutant(
         "layers of the checkpoint read what lies before the final norm",
-        "heads/mtp_head.py",
+        "heads/mtp.py",
         "self.aux_layers = (target.num_layers,)",
         "self.aux_layers = (target.num_layers - 1,)",
         "mtp_makes_the_drafts",
     ),
     _mutant(
         "layers of the checkpoint read [hidden state, embedding]",
-        "heads/mtp_head.py",
+        "heads/mtp.py",
         "[self.embedding_norm(embeddings), self.hidden_norm(features)]",
         "[self.hidden_norm(features), self.embedding_norm(embeddings)]",
         "mtp_makes_the_drafts",
     ),
     _mutant(
         "norms of layers of the checkpoint do not add 1",
-        "heads/mtp_head.py",
+        "heads/mtp.py",
         "norm.weight = nn.Parameter(weight, requires_grad=False)",
         "norm.weight = nn.Parameter(weight - 1, requires_grad=False)",
         "mtp_makes_the_drafts",

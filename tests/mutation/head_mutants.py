@@ -10,7 +10,7 @@ def _mutant(name: str, path: str, old: str, new: str) -> Mutant:
 
 
 _DECODER, _ATTENTION = "kernels/native/decoder.inc", "kernels/native/attention.inc"
-_HEAD, _DRAFTS, _ROWS = "heads/fused_head.py", "propose/methods/fused_drafts.py", "propose/methods/fused_rows.py"
+_HEAD, _DRAFTS, _ROWS = "heads/fused_head.py", "propose/eagle.py", "propose/feature_rows.py"
 HEAD_MUTANTS = (
     _mutant("all rows have the embedding of the first", _DECODER, "beside_in + r * hidden", "beside_in"),
     _mutant(

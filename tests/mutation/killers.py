@@ -11,34 +11,28 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 
-from outrider.config import ModelConfig
+from outrider.config import ModelConfig, default_model
 from outrider.draft import Draft, Law
-from outrider.embedded import default_model
 from outrider.errors import EngineStalledError, NoTokenLeftError
+from outrider.lab.prove.deep_rounds import DEEP_SETTINGS, prove_deep
+from outrider.lab.prove.engine import EngineProof
+from outrider.lab.prove.reference import ReferenceRule
+from outrider.lab.prove.rules import prove_tree_verifier, prove_verifier
+from outrider.lab.prove.settings import DRAFT, SETTINGS, Setting
+from outrider.lab.prove.target_settings import STRUCTURE_SETTINGS
+from outrider.lab.prove.tiny import save_tiny_llama
+from outrider.lab.prove.tree_reference import TreeRule
 from outrider.llm import LLM
-from outrider.model.loading.tokenizers import read_tokenizer
+from outrider.loading.tokenizers import read_tokenizer
 from outrider.params import SamplingParams, StructuredOutputs
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.propose.methods.ngram import Ngram
-from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.deep_rounds import DEEP_SETTINGS, prove_deep
-from outrider.prove.engine_distribution import EngineProof
-from outrider.prove.merged_distribution import prove_merged_verifier
-from outrider.prove.reference import ReferenceRule
-from outrider.prove.rules_distribution import prove_verifier
-from outrider.prove.settings.drafts import SETTINGS
-from outrider.prove.settings.methods import DRAFT
-from outrider.prove.settings.setting import Setting
-from outrider.prove.settings.structures import STRUCTURE_SETTINGS
-from outrider.prove.stage_distribution import prove_stage
-from outrider.prove.tiny import save_tiny_llama
-from outrider.prove.tree_distribution import prove_tree_verifier
-from outrider.prove.tree_reference import TreeRule
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.ngram import Ngram
+from outrider.propose.settings import Method, ProposerContext, SpeculationConfig
 from outrider.structured.grammar import GrammarCompiler, GrammarState
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from outrider.verify.rules import residual
+from tests.statistical.nested_laws import prove_merged_verifier, prove_stage
 
 PROMPT = [1, 5, 9, 2, 7, 7, 3, 11, 4]
 
@@ -411,7 +405,7 @@ def _nothing_behind(token: int) -> tuple[tuple[int, int], ...]:
 
 
 def cache_truth() -> None:
-    from outrider.prove.cache_truth import CacheAudit
+    from outrider.lab.prove.own_model import CacheAudit
 
     llm = _llm()
     config = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4)
@@ -501,8 +495,8 @@ def kernels_decoder() -> None:
 
     from outrider.cache.blocks import BlockManager
     from outrider.cache.memory import StateMemory
+    from outrider.lab.prove.tiny import raise_norms
     from outrider.model.batch import Segment
-    from outrider.prove.tiny import raise_norms
     from tests.model import checkpoints
 
     text = [(5 * i * i + 3 * i + 1) % checkpoints.VOCAB_SIZE for i in range(44)]
@@ -566,7 +560,7 @@ def kernels_families() -> None:
     """A fused pass of families that differ in norms, positions, activations, scales and order, against transformers."""
     from transformers import AutoModelForCausalLM
 
-    from outrider.model import hf
+    from outrider.loading import hf_modules
     from outrider.model.batch import Segment
     from tests.model import checkpoints
     from tests.model.double import Double
@@ -576,7 +570,7 @@ def kernels_families() -> None:
     for family in (*attending, "qwen3_next", "lfm2", "granitemoehybrid"):
         path = checkpoints.save(family, Path(tempfile.mkdtemp()) / family, seed=3)
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
-        hf.use_plain_experts(model)
+        hf_modules.use_plain_experts(model)
         with torch.inference_mode(), Double():
             want = model(torch.tensor([text]), use_cache=False).logits[0]
         runner = LLM(path, dtype="float64", attention_backend="fused", block_size=4).engine.runner
@@ -628,7 +622,7 @@ def kernels_linear() -> None:
     """Products of many shapes and kinds against float64, every row's bits its own, and the weights given back."""
     from torch import nn
 
-    from outrider.kernels.formats.registry import FORMATS
+    from outrider.kernels.formats import FORMATS
     from outrider.kernels.library import kernel_library
     from outrider.kernels.linear import use_packed_linear, use_stock_linear
     from outrider.kernels.weights import quantise_linears, stored_weight
@@ -664,11 +658,11 @@ def kernels_formats() -> None:
     from dataclasses import replace
     from itertools import product
 
-    from outrider.kernels.activations import row_group, unrounded_rows
-    from outrider.kernels.formats.registry import FORMATS
+    from outrider.kernels.formats import FORMATS
     from outrider.kernels.library import kernel_library
     from outrider.kernels.packed import PackedWeights
     from outrider.kernels.packed import product as multiply
+    from outrider.kernels.weights import row_group, unrounded_rows
 
     library = kernel_library()
     assert library is not None

@@ -163,7 +163,7 @@ MUTANTS = (
     Mutant(
         "proposer's memory has a hole after full acceptance",
         9,
-        "propose/methods/draft_model.py",
+        "propose/draft_model.py",
         "        return [d.growth.draft() for d in drafting]",
         "        for d in drafting:\n            d.text.state.ahead += [n.token_id for n in d.growth.nodes[-1:]]\n"
         "        return [d.growth.draft() for d in drafting]",
@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         "a prompt is read one token short",
         9,
-        "propose/methods/draft_model.py",
+        "propose/draft_model.py",
         "return len(self.settled) * prompt.stop // len(prompt.sequence.token_ids)",
         "return len(self.settled) * prompt.stop // len(prompt.sequence.token_ids) - 1",
         "prompts_are_read",
@@ -180,7 +180,7 @@ MUTANTS = (
     Mutant(
         "the draft model reads a chunk of a prompt that the target is not at",
         9,
-        "propose/methods/draft_model.py",
+        "propose/draft_model.py",
         "        stop = max(start + count, start)\n        return [*self.settled[start:stop],",
         "        stop = max(start + count, start)\n        return [*self.settled[start + 1 : stop + 1],",
         "prompts_are_read",
@@ -188,7 +188,7 @@ MUTANTS = (
     Mutant(
         "what was read of a prompt is forgotten",
         9,
-        "propose/methods/draft_model.py",
+        "propose/draft_model.py",
         "            each.text.record(each.segment.token_ids)\n",
         "            pass\n",
         "prompts_are_read",
@@ -262,7 +262,7 @@ MUTANTS = (
     Mutant(
         "forced tokens written without being verified",
         26,
-        "engine/scheduling/scheduler.py",
+        "engine/scheduler.py",
         "        found = seq.view.processing.forced(min(rows_left, self.useful_depth(seq), MOST_FORCED))\n",
         "        found = seq.view.processing.forced(min(rows_left, self.useful_depth(seq), MOST_FORCED))\n"
         "        seq.append(found[0], TokenOrigin.ACCEPTED) if found else None\n"
@@ -288,7 +288,7 @@ MUTANTS = (
     Mutant(
         "logprobs of processed logits reported as raw",
         11,
-        "engine/scoring.py",
+        "engine/verification.py",
         "logprobs = raw_logprobs(raw[rows])",
         "logprobs = raw_logprobs(processed[rows])",
         "logprobs",
@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant(
         "logprobs taken from the row of the token itself",
         11,
-        "engine/scoring.py",
+        "engine/verification.py",
         "rows = torch.tensor([node + 1 for node, _ in written]",
         "rows = torch.tensor([node + 1 for node, _ in (*written[1:], written[-1])]",
         "logprobs",
@@ -313,7 +313,7 @@ MUTANTS = (
     Mutant(
         "later siblings tested against the law of the first (recursive rejection)",
         3,
-        "verify/trees.py",
+        "verify/rules.py",
         "            proposals[tree.members[draw]] = _without(proposal, token)\n",
         "",
         "law_recursive",
@@ -321,7 +321,7 @@ MUTANTS = (
     Mutant(
         "later siblings tested against the law of the first (traversal)",
         3,
-        "verify/trees.py",
+        "verify/rules.py",
         "        proposals[parent][member] = _without(proposal, tree.token(draw))\n",
         "",
         "law_tree",
@@ -329,7 +329,7 @@ MUTANTS = (
     Mutant(
         "traversal keeps a parent's weight after a refusal",
         4,
-        "verify/trees.py",
+        "verify/rules.py",
         "        weight[parent] = excess / below if below > 0 else one\n",
         "",
         "verifier_tree",
@@ -337,7 +337,7 @@ MUTANTS = (
     Mutant(
         "traversal keeps a parent's law after a refusal",
         4,
-        "verify/trees.py",
+        "verify/rules.py",
         "        wanted[parent] = _residual(wanted[parent], proposal, weight[parent])\n",
         "",
         "law_tree",
@@ -345,7 +345,7 @@ MUTANTS = (
     Mutant(
         "walked children see the whole law instead of what the drawn ones left",
         3,
-        "verify/trees.py",
+        "verify/rules.py",
         "            token = yield Draw(wanted, node, owed)\n            # A sampled",
         "            token = yield Draw(target_probs[node + 1], node, owed)\n            # A sampled",
         "law_merged",
@@ -353,7 +353,7 @@ MUTANTS = (
     Mutant(
         "one test for a token that two members drew",
         3,
-        "verify/trees.py",
+        "verify/rules.py",
         "            if law is Law.SAMPLED:\n",
         "            if law is Law.SAMPLED and node not in draft.nodes[:draw]:\n",
         "verifier_merged",
@@ -369,7 +369,7 @@ MUTANTS = (
     Mutant(
         "the draws of a second member tested against what is left of the first one's law (recursive rejection)",
         3,
-        "verify/trees.py",
+        "verify/rules.py",
         "            proposal = proposals.setdefault(tree.members[draw], draft_probs[draw])\n",
         "            proposal = proposals.setdefault(0, draft_probs[draw])\n",
         "verifier_merged",
@@ -377,7 +377,7 @@ MUTANTS = (
     Mutant(
         "the draws of a second member tested against the first one's law (traversal)",
         3,
-        "verify/trees.py",
+        "verify/rules.py",
         "own.setdefault(tree.members[draw], draft_probs[draw])",
         "own.setdefault(tree.members[draw], own[min(own)] if own else draft_probs[draw])",
         "verifier_merged",
@@ -385,7 +385,7 @@ MUTANTS = (
     Mutant(
         "a stage claims the probabilities before temperature and truncation",
         1,
-        "propose/methods/staged.py",
+        "propose/staged.py",
         "target_probs(behind, [growth.request.sequence.sampling] * len(behind)) if growth.draws",
         "behind.softmax(-1) if growth.draws",
         "law_staged_filtered",
@@ -393,7 +393,7 @@ MUTANTS = (
     Mutant(
         "a stage claims probabilities that are one place off",
         1,
-        "propose/methods/staged.py",
+        "propose/staged.py",
         "rows[[0, *(1 + node for node in verdict.path)]]",
         "rows[[0, *(node for node in verdict.path)]]",
         "law_staged",
@@ -401,7 +401,7 @@ MUTANTS = (
     Mutant(
         "a stage claims the probabilities of the third place for all places behind it",
         1,
-        "propose/methods/staged.py",
+        "propose/staged.py",
         "rows[[0, *(1 + node for node in verdict.path)]]",
         "rows[[0, *(1 + verdict.path[min(i, 1)] for i in range(len(verdict.path)))]]",
         "law_of_stages",
@@ -409,7 +409,7 @@ MUTANTS = (
     Mutant(
         "a stage drafts what it accepts of a guess and nothing else",
         23,
-        "propose/methods/staged.py",
+        "propose/staged.py",
         "        growth.follow((*stood, verdict.token_id), laws)\n",
         "        growth.follow(stood, laws[: len(stood)])\n        growth.level = []\n",
         "law_staged",
@@ -417,7 +417,7 @@ MUTANTS = (
     Mutant(
         "the rounds of a stage are keyed alike",
         5,
-        "propose/methods/stage_drafter.py",
+        "propose/stage.py",
         "        view.round += 1\n",
         "",
         "staged_as_alone",
@@ -425,7 +425,7 @@ MUTANTS = (
     Mutant(
         "a stage verifies with the keys of the engine's own verification",
         5,
-        "propose/methods/staged.py",
+        "propose/staged.py",
         "            noise.drafter(request),\n",
         "            0,\n",
         "law_staged",
@@ -434,7 +434,7 @@ MUTANTS = (
     Mutant(
         "a stage guesses with noise of its own in a seeded text",
         5,
-        "propose/methods/staged.py",
+        "propose/staged.py",
         "            coupled=request.coupled,\n        )",
         "            coupled=False,\n        )",
         "staged_as_alone",
@@ -442,7 +442,7 @@ MUTANTS = (
     Mutant(
         "an accepted branch of a guess stays where it was computed",
         16,
-        "propose/methods/staged.py",
+        "propose/staged.py",
         "text.state.run_ahead(stood, verdict.path)",
         "text.state.run_ahead(stood)",
         "staged_as_alone",
@@ -450,7 +450,7 @@ MUTANTS = (
     Mutant(
         "an accepted branch of a guess is moved one place off",
         16,
-        "propose/methods/staged.py",
+        "propose/staged.py",
         "text.state.run_ahead(stood, verdict.path)",
         "text.state.run_ahead(stood, tuple(max(0, node - 1) for node in verdict.path))",
         "staged_as_alone",
@@ -458,7 +458,7 @@ MUTANTS = (
     Mutant(
         "a stage verifies a guess without the parameters of the request",
         11,
-        "propose/methods/staged.py",
+        "propose/staged.py",
         "    if not len(rows) or not processing.active:\n",
         "    if True:\n",
         "staged_as_alone",
@@ -507,7 +507,7 @@ MUTANTS = (
     Mutant(
         "a ratio rule for a text that was guessed with the target's noise",
         5,
-        "engine/scheduling/scheduler.py",
+        "engine/scheduler.py",
         " or seeded or self.seq.coupled\n",
         " or seeded\n",
         "law_mixed_noise",

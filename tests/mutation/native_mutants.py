@@ -18,19 +18,19 @@ def _described(name: str, file: str, old: str, new: str) -> Mutant:
 
 _MIXER = "kernels/native/mixer.inc"
 _DECODER, _ACTIVATION = "kernels/native/decoder.inc", "kernels/native/activation.inc"
-_DESCRIBED = "model/fused/layer_builder.py"
+_DESCRIBED = "model/layer_builder.py"
 DESCRIPTION_MUTANTS = (
     _described("a norm without its offset", _DESCRIBED, " + family.norm_offset", " + 0"),
     _described(
         "heads of a joined projection in another order",
-        "model/fused/weight_slice.py",
+        "model/matrices.py",
         "(3 * head + which)",
         "(which * num_heads + head)",
     ),
-    _described("learned positions begin at the first row", "model/backends/fused.py", "[family.first_position :]", "[:]"),
+    _described("learned positions begin at the first row", "model/fused.py", "[family.first_position :]", "[:]"),
     _described(
         "local layers turn like the others",
-        "model/fused/rotary.py",
+        "model/fused.py",
         "(size, layer_type) for",
         "(size, self._layer_types[-1]) for",
     ),
@@ -134,7 +134,7 @@ LAYOUT_DIFFERS = Refusal(
     "every constant and every field is compared with what the package writes, before a kernel is called",
 )
 
-_FUSED_PASS, _MIXER_ROWS = "model/running/fused_pass.py", "kernels/mixers.py"
+_FUSED_PASS, _MIXER_ROWS = "model/fused.py", "kernels/mixers.py"
 _SIBLINGS = Mutant(
     "siblings of a tree change one state after another in a whole pass",
     13,
@@ -177,7 +177,7 @@ PASS_MUTANTS = tuple(
         ),
         (
             "a kept state is that of the chunk's end",
-            "model/running/running_pass.py",
+            "model/running.py",
             "states[position - start - 1]) for position in self._passed",
             "states[self.wanted[-1]]) for position in self._passed",
             "kernels_running",

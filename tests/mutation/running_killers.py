@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings.running import RUNNING_SETTINGS
-from outrider.prove.tiny import save_tiny_hybrid
+from outrider.lab.prove.engine import BOUND, EngineProof
+from outrider.lab.prove.own_model import CacheAudit
+from outrider.lab.prove.target_settings import RUNNING_SETTINGS
+from outrider.lab.prove.tiny import save_tiny_hybrid
 
 
 def running_chain() -> None:

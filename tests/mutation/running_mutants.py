@@ -20,7 +20,7 @@ RUNNING_MUTANTS = (
     ),
     _mutant(
         "accepted rows are left out of the window of a convolution",
-        "model/running/convolution.py",
+        "model/running.py",
         "return torch.cat([state, inputs])[len(inputs) :].clone()",
         "return state.clone()",
         "running_chain",
@@ -35,7 +35,7 @@ RUNNING_MUTANTS = (
     ),
     _mutant(
         "siblings of a tree change one state after another",
-        "model/running/function.py",
+        "model/running.py",
         "return row - 1 if self.parents is None else self.parents[row]",
         "return row - 1",
         "running_tree",
@@ -57,7 +57,7 @@ RUNNING_MUTANTS = (
     ),
     _mutant(
         "a kept state is given away and then written",
-        "cache/kept_states.py",
+        "cache/blocks.py",
         "return self._states[block].fork()",
         "return self._states[block]",
         "running_prefixes",
@@ -71,14 +71,14 @@ RUNNING_MUTANTS = (
     ),
     _mutant(
         "the feature of the token before a hit is forgotten",
-        "propose/methods/feature_texts.py",
+        "propose/beside_target.py",
         "return self._last_features(text.sequence) if text.start else",
         "return self._last_features(text.sequence) if text.sequence.seq_id in self._features else",
         "running_prefixes_of_layers_ahead",
     ),
     _mutant(
         "the feature kept with a block is that of the last token read",
-        "cache/added_layers.py",
+        "cache/memory.py",
         "features[[end - stop - 1 for end in ends]]",
         "features[[-1 for end in ends]]",
         "running_prefixes_of_layers_ahead",

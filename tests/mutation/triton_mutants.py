@@ -12,11 +12,11 @@ def _mutant(name: str, killer: str, old: str, new: str, file: str = "kernels/tri
 
 
 def _probs(name: str, old: str, new: str) -> Mutant:
-    return _mutant(name, "triton_probabilities_are_the_stock_ones", old, new, "kernels/triton/probabilities.py")
+    return _mutant(name, "triton_probabilities_are_the_stock_ones", old, new, "kernels/triton/sampling.py")
 
 
 def _draws(name: str, old: str, new: str) -> Mutant:
-    return _mutant(name, "triton_draws_are_the_stock_ones", old, new, "kernels/triton/draws.py")
+    return _mutant(name, "triton_draws_are_the_stock_ones", old, new, "kernels/triton/sampling.py")
 
 
 TRITON_MUTANTS = (
@@ -44,5 +44,5 @@ TRITON_MUTANTS = (
     _draws("noise is mixed less", "(x >> 27)) * 0x94D049BB133111EB", "(x >> 27))"),
     _draws("the walk begins anew in each part", "        before += tl.sum(p, 0)\n", ""),
     _draws("a debt is not weighed", "owed = tl.maximum(weight * wanted", "owed = tl.maximum(wanted"),
-    _mutant("values lie with the heads of keys", _KEPT, "row * value_row", "row * key_row", "kernels/triton/kv_write.py"),
+    _mutant("values lie with the heads of keys", _KEPT, "row * value_row", "row * key_row", "kernels/triton/attention.py"),
 )

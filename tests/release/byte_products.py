@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from outrider.kernels.formats.registry import FORMATS
+from outrider.kernels.formats import FORMATS
 from outrider.kernels.library import available_sets, kernels_for
 from outrider.kernels.packed import PackedWeights, product
 

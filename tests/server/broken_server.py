@@ -20,15 +20,15 @@ from typing import Any
 
 from outrider.cache.state import SequenceState
 from outrider.cli.main import main
-from outrider.engine.scheduling.waiting import WaitingLine
+from outrider.engine.scheduler import WaitingLine
 from outrider.engine.verification import Verification
-from outrider.propose.methods.draft_model import DraftModelProposer
+from outrider.propose.draft_model import DraftModelProposer
 from outrider.server import run
-from outrider.server.api.answers import CompletionAnswer
-from outrider.server.api.jobs import Job, JobMaker
-from outrider.server.api.schemas import CommonRequest
-from outrider.server.logs import log
-from outrider.server.tenancy.limits import Meter
+from outrider.server.answers import CompletionAnswer
+from outrider.server.errors import log
+from outrider.server.requests import Job, JobMaker
+from outrider.server.schemas import CommonRequest
+from outrider.server.tenants import Meter
 
 _due: list[int] = []
 

@@ -11,7 +11,7 @@ import torch
 
 from outrider.draft import Draft, Law
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.method import Method, ProposerContext
+from outrider.propose.settings import Method, ProposerContext
 
 
 class Faulty(Method):

@@ -13,8 +13,8 @@ from llguidance.hf import from_tokenizer
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from outrider.embedded import default_model
-from outrider.server.api.tools import MAX_CALLS, ToolForm, ToolListener, calls_grammar
+from outrider.config import default_model
+from outrider.server.tools import MAX_CALLS, ToolForm, ToolListener, calls_grammar
 from tests.server.running import TEMPLATE, Server, running
 
 NAME = "outrider-embedded"

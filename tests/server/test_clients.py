@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.embedded import default_model
+from outrider.config import default_model
 from tests.server.running import TEMPLATE, Server, running
 
 NAME = "outrider-embedded"

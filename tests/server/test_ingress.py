@@ -15,24 +15,23 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from outrider.errors import EngineDiedError, OtherEngineError
-from outrider.server.replicas.messages import Opening, Parcel
+from outrider.server.replicas.routing import Opening, Parcel
 
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed; it comes with outrider[ray]", allow_module_level=True)
 
 from ray.exceptions import RayActorError
 
-from outrider.cli import serve as serve_command
+from outrider.cli import serve
 from outrider.server.replicas.ingress import Ingress
+from outrider.server.requests import ServerSettings
 from outrider.server.service import Service
-from outrider.server.settings import ServerSettings
-from outrider.server.tenancy.keys import ApiKeys
+from outrider.server.tenants import ApiKeys
 from tests.waiting import wait_until
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # Ray's own, of pydantic
-    from outrider.server.replicas.engine import EngineReplica
-    from outrider.server.replicas.run import cluster
+    from outrider.server.replicas.run import EngineReplica, cluster
 
 EVENTS = Opening(200, ((b"content-type", b"text/event-stream; charset=utf-8"),), b"data: 1\n\n")
 FILE = Opening(200, ((b"content-type", b"text/javascript"), (b"content-length", b"6")), b"abc")
@@ -45,7 +44,7 @@ SETTINGS = ServerSettings(
 @pytest.fixture(autouse=True)
 def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both deployments take over the log of their process."""
-    for name in ("ingress", "engine"):
+    for name in ("ingress", "run"):
         monkeypatch.setattr(f"outrider.server.replicas.{name}.write_logs", lambda: None)
 
 
@@ -210,7 +209,7 @@ def test_what_has_not_finished_is_told_so_as_by_a_single_server(stream: bool) ->
 
     def service() -> Service:
         settings, limits = ServerSettings(model_name="m"), {"max_num_seqs": 1, "kv_cache_tokens": 4096}
-        made.append(serve_command._service(None, None, None, settings, [], ApiKeys(), **limits))
+        made.append(serve._service(None, None, None, settings, [], ApiKeys(), **limits))
         return made[0]
 
     async def ask() -> tuple[list[tuple[int, bytes]], str]:

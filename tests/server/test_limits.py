@@ -16,8 +16,7 @@ import pytest
 from outrider.errors import InvalidParameterError
 from outrider.server.errors import ApiError
 from outrider.server.run import listen
-from outrider.server.tenancy.keys import ApiKeys
-from outrider.server.tenancy.limits import Meter, TenantLimits
+from outrider.server.tenants import ApiKeys, Meter, TenantLimits
 from tests.server.running import Server, running
 from tests.waiting import wait_until
 from tests.warm import warm_python

@@ -14,11 +14,8 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.errors import ContradictionError, InvalidParameterError, StorageError
 from outrider.heads.checkpoint import Witness
-from outrider.server.records.folder import RecordFolder
-from outrider.server.records.namespace import NamespaceRecords
-from outrider.server.records.origin import Origin
-from outrider.train.manifest import DataSettings, TargetFacts, read_manifest
-from outrider.train.records import Record, read_records, write_shard
+from outrider.records import DataSettings, Record, TargetFacts, read_manifest, read_records, write_shard
+from outrider.server.recorder import NamespaceRecords, Origin, RecordFolder
 from tests.server.running import CLIENT, TEMPLATE, Server, running
 
 KEYS = "ann: first record_mib=1\nbob: second\nEve: third record_mib=1\n"

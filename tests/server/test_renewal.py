@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from outrider import LLM
-from outrider.embedded import default_model
-from outrider.profile import Identity, Profile
-from outrider.prove.tiny_heads import save_random_heads
+from outrider.building import Identity, Profile
+from outrider.config import default_model
+from outrider.lab.prove.tiny import save_random_heads
 from tests.server.running import Server, running
 from tests.waiting import wait_until
 

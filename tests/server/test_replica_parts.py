@@ -14,17 +14,27 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import Receive, Scope, Send
 from typer.testing import CliRunner
 
-from outrider.cli import replicas, serve
+from outrider.building import Profile
+from outrider.cli import serve
+from outrider.cli import serve as replicas
 from outrider.errors import ClosedError, ContradictionError, InvalidParameterError, MissingExtraError, ModelTooLargeError
-from outrider.model.loading.fit import Needs
-from outrider.profile import Profile
-from outrider.server import logs
-from outrider.server.replicas.asgi_client import Inside
-from outrider.server.replicas.capacity import Machine, Share, check_cluster, share, threads_of
-from outrider.server.replicas.messages import Opening, Parcel
-from outrider.server.replicas.metrics import merged
-from outrider.server.replicas.prefixes import PIECE_BYTES, PrefixIndex, beginnings
-from outrider.server.replicas.watch import watched
+from outrider.loading.fit import Needs
+from outrider.server import errors
+from outrider.server.replicas.ingress import Inside
+from outrider.server.replicas.routing import (
+    PIECE_BYTES,
+    Machine,
+    Opening,
+    Parcel,
+    PrefixIndex,
+    Share,
+    beginnings,
+    check_cluster,
+    merged,
+    share,
+    threads_of,
+)
+from outrider.server.replicas.run import watched
 
 PIECE = "a" * PIECE_BYTES
 
@@ -86,7 +96,7 @@ def test_the_longest_beginning_wins_unless_too_much_runs_there() -> None:
 
 
 def test_memory_of_beginnings_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.server.replicas.prefixes._MEMORY", 3)
+    monkeypatch.setattr("outrider.server.replicas.routing._MEMORY", 3)
     index: PrefixIndex[str] = PrefixIndex(slack=9)
     for text in ("old", "new"):
         index.add("a", [f"{text} {number}".encode() for number in range(3)])
@@ -242,9 +252,9 @@ def test_the_log_is_for_people_on_a_terminal_and_json_elsewhere(terminal: bool, 
     root, own = logging.getLogger(), logging.getLogger("outrider")
     before = (root.handlers[:], root.level, own.level)
     try:
-        logs.write_logs()
-        logs.log("loading", {"model": "m", "from": "a folder"})
-        logs.log("listening", {"url": "http://127.0.0.1:8000", "model": "m"})
+        errors.write_logs()
+        errors.log("loading", {"model": "m", "from": "a folder"})
+        errors.log("listening", {"url": "http://127.0.0.1:8000", "model": "m"})
     finally:
         root.handlers[:], root.level = before[:2]
         own.setLevel(before[2])

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.server.pages.files import BUILT
+from outrider.server.pages.pages import BUILT
 from tests.server.pages.browser import Watch, browsing
 from tests.server.pages.playground import open_playground, run
 from tests.server.replicas import engine_pids, kill_all, kill_one, listening_at, replicas

@@ -22,19 +22,14 @@ from outrider.errors import (
     UnsupportedParameterError,
 )
 from outrider.params import CompletionOutput, Logprob, SamplingParams, StructuredOutputs, TokenOrigin
-from outrider.propose.speculation import PLAIN, SpeculationConfig
-from outrider.server.api.allowed import AllowedMethods
-from outrider.server.api.conversation import blamed_tool, conversation, encode
-from outrider.server.api.jobs import JobMaker
-from outrider.server.api.logprobs import CompletionLogprobs, chat_logprobs
-from outrider.server.api.refusals import IN_CHATS, IN_COMPLETIONS, Refusal
-from outrider.server.api.schemas import ChatRequest, CompletionRequest
-from outrider.server.api.tools import Heard, ToolForm, ToolListener, tool_form
-from outrider.server.api.translate import field_names, sampling
-from outrider.server.api.usage import usage
+from outrider.propose.settings import PLAIN, SpeculationConfig
+from outrider.results import RequestStats
+from outrider.server.answers import CompletionLogprobs, chat_logprobs, usage
+from outrider.server.chat import blamed_tool, conversation, encode
 from outrider.server.errors import ApiError, api_error
-from outrider.server.settings import ServerSettings
-from outrider.stats import RequestStats
+from outrider.server.requests import AllowedMethods, JobMaker, ServerSettings, field_names, sampling
+from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest, Refusal
+from outrider.server.tools import Heard, ToolForm, ToolListener, tool_form
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'

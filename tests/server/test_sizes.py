@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.errors import InvalidParameterError
-from outrider.server.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
-from outrider.server.api.sizes import check_lists, check_values
 from outrider.server.errors import ApiError
+from outrider.server.requests import ServerSettings, check_lists, check_values
+from outrider.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 from outrider.server.service import Service
-from outrider.server.settings import ServerSettings
 
 SETTINGS = ServerSettings(model_name="small", max_list_items=3, max_list_characters=10)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from outrider.cli import serve as command
-from outrider.embedded import default_model
+from outrider.cli import serve
+from outrider.config import default_model
 from outrider.errors import ContradictionError
 
 
@@ -24,17 +24,17 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append((model, settings))
         raise Stop
 
-    monkeypatch.setattr(command, "_load", load)
-    monkeypatch.setattr("outrider.measure.widen.wide_target", lambda dtype: f"wide-{dtype}")
+    monkeypatch.setattr(serve, "_load", load)
+    monkeypatch.setattr("outrider.widen.wide_target", lambda dtype: f"wide-{dtype}")
     monkeypatch.setattr("outrider.server.run.listen", lambda host, port, stalled_seconds: None)
-    monkeypatch.setattr("outrider.server.logs.write_logs", lambda: None)
+    monkeypatch.setattr("outrider.server.errors.write_logs", lambda: None)
     return found
 
 
 def test_the_embedded_draft_model_drafts_for_it(loaded: list[Any]) -> None:
     for given in ({}, {"method": "draft_model"}, {"dtype": "float32"}):
         with pytest.raises(Stop):
-            command.serve(wide=True, **given)
+            serve.serve(wide=True, **given)
         model, settings = loaded.pop()
         assert model == f"wide-{given.get('dtype', 'bfloat16')}"
         draft = settings.method.methods[0] if "method" not in given else settings
@@ -43,11 +43,11 @@ def test_the_embedded_draft_model_drafts_for_it(loaded: list[Any]) -> None:
 
 def test_another_method_may(loaded: list[Any]) -> None:
     with pytest.raises(Stop):
-        command.serve(wide=True, method="suffix")
+        serve.serve(wide=True, method="suffix")
     assert loaded.pop()[1].method.name == "suffix"
 
 
 def test_a_model_beside_it_is_refused(loaded: list[Any]) -> None:
     with pytest.raises(ContradictionError, match="copy of the embedded target"):
-        command.serve("some-model", wide=True)
+        serve.serve("some-model", wide=True)
     assert not loaded

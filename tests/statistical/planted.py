@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from outrider.draft import Draft
-from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings.setting import Setting
-from outrider.verify.trees import Tree
+from outrider.lab.prove.engine import BOUND, EngineProof
+from outrider.lab.prove.settings import Setting
+from outrider.verify.rules import Tree
 
 
 def is_a_fault(proof: EngineProof, setting: Setting, length: int = 3) -> bool:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
-from outrider.prove.cache_truth import CacheAudit
-from outrider.prove.tiny import raise_engine_norms, save_tiny_llama
+from outrider.lab.prove.own_model import CacheAudit
+from outrider.lab.prove.tiny import raise_engine_norms, save_tiny_llama
 
 BOUND = 1e-12
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.prove.deep_rounds import BOUND, DEEP_SETTINGS, deep_round, prove_deep
+from outrider.lab.prove.deep_rounds import BOUND, DEEP_SETTINGS, deep_round, prove_deep
 from outrider.verify import verifier
 from outrider.verify.processing import Processing
 

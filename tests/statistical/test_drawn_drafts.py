@@ -15,17 +15,15 @@ from tests.model.core import core
 from tests.model.vocabularies import save_permuted_and_cut
 
 from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider.config import default_model
 from outrider.draft import Draft, Law
-from outrider.embedded import default_model
 from outrider.engine import engine
-from outrider.propose import base, registry
+from outrider.lab.prove.tiny import save_random_heads
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
+from outrider.propose import base
+from outrider.propose import settings as registry
 from outrider.propose.trees import growth
-from outrider.propose.trees.pace import FixedPace
-from outrider.prove.published_blocks import save_random_dflash
-from outrider.prove.published_heads import save_random_eagle
-from outrider.prove.published_mtp import save_random_mtp
-from outrider.prove.published_parallel import save_random_peagle
-from outrider.prove.tiny_heads import save_random_heads
+from outrider.propose.trees.adaptive import FixedPace
 
 #: The chance that a proposer that draws right fails.
 SURE = 1e-6

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.cache.source import SourceState
+from outrider.cache.state import SourceState
 from outrider.kernels.decoder import PassRows
-from outrider.model.backends import fused
+from outrider.lab.prove.engine import BOUND, EngineProof
+from outrider.lab.prove.target_settings import ENCODER_SETTINGS
+from outrider.lab.prove.tiny import save_tiny_t5
+from outrider.model import fused
 from outrider.model.context import ForwardContext, SeenPart
-from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings.encoders import ENCODER_SETTINGS
-from outrider.prove.tiny import save_tiny_t5
 
 BY_NAME = {setting.name: setting for setting in ENCODER_SETTINGS}
 

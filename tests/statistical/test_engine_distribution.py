@@ -12,20 +12,17 @@ from tests.statistical import planted
 
 from outrider.draft import Draft, Law
 from outrider.engine import engine, verification
-from outrider.engine.proposing.drafting import StepDraft
-from outrider.engine.proposing.governed import GovernedSets
-from outrider.govern.acceptance import Experience
-from outrider.govern.counts import POSITIONS, Shares
+from outrider.engine.drafting.choices import GovernedSets
+from outrider.engine.drafting.drafting import StepDraft
+from outrider.govern.acceptance import POSITIONS, Experience, Shares
+from outrider.lab.prove.engine import BOUND, EngineProof
+from outrider.lab.prove.settings import SETTINGS
+from outrider.lab.prove.target_settings import CROSSED_SETTINGS, PARAMETER_SETTINGS, STRUCTURE_SETTINGS
+from outrider.lab.prove.tiny import CROSSED_PIECES, save_tiny_llama
 from outrider.propose import inspection
 from outrider.propose.base import DraftNoise
-from outrider.propose.methods.suffix import SuffixProposer
+from outrider.propose.suffix import SuffixProposer
 from outrider.propose.trees import growth
-from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings.crossed import CROSSED_SETTINGS
-from outrider.prove.settings.drafts import SETTINGS
-from outrider.prove.settings.parameters import PARAMETER_SETTINGS
-from outrider.prove.settings.structures import STRUCTURE_SETTINGS
-from outrider.prove.tiny import CROSSED_PIECES, save_tiny_llama
 from outrider.structured.grammar import GrammarState
 from outrider.verify import verifier
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider.errors import NoiseReuseError
-from outrider.prove.forking import Distribution, ForkingNoise, explore, total_variation
-from outrider.prove.simplex import WHOLE, area, cell
+from outrider.lab.prove.forking import Distribution, ForkingNoise, explore, total_variation
+from outrider.lab.prove.reference import WHOLE, area, cell
 from outrider.verify.noise import Key, KeyedNoise, Stream
 
 

@@ -10,18 +10,15 @@ import torch
 from tests.model.core import core
 from tests.statistical import planted
 
+from outrider.lab.prove.engine import BOUND, EngineProof
+from outrider.lab.prove.target_settings import HEADS_SETTINGS, SHARED_TARGET_LAYERS
+from outrider.lab.prove.tiny import save_layered, save_tiny_heads, save_tiny_llama
 from outrider.propose.base import Proposer
-from outrider.propose.methods.block_drafts import BlockHeadProposer
-from outrider.propose.methods.feature_drafts import FeatureHeadProposer
-from outrider.propose.methods.parallel_drafts import ParallelHeadProposer
-from outrider.propose.methods.row_heads import RowHeadsProposer
-from outrider.propose.methods.staged import StagedProposer
+from outrider.propose.eagle import FeatureHeadProposer
+from outrider.propose.parallel import BlockHeadProposer, ParallelHeadProposer
+from outrider.propose.row_heads import RowHeadsProposer
+from outrider.propose.staged import StagedProposer
 from outrider.propose.trees import growth
-from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings.heads import HEADS_SETTINGS
-from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS
-from outrider.prove.tiny import save_tiny_llama
-from outrider.prove.tiny_heads import save_layered, save_tiny_heads
 
 BY_NAME = {setting.name: setting for setting in HEADS_SETTINGS}
 
@@ -55,7 +52,7 @@ REPEATS = (
     *("merge of a tree of EAGLE-3 and EAGLE, token", "merge of MTP and the draft model", "merge of DFlash and EAGLE-3"),
 )
 #: Of proofs that the prover notices what is planted, whatever the engine does.
-of_the_prover = pytest.mark.by_change("src/outrider/prove/", "tests/statistical/")
+of_the_prover = pytest.mark.by_change("src/outrider/lab/prove/", "tests/statistical/")
 
 
 @pytest.mark.parametrize("name", core(BY_NAME, BY_NAME.keys() - REPEATS))

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.engine import verification
-from outrider.prove.engine_distribution import EngineProof
-from outrider.prove.settings.methods import DRAFT
-from outrider.prove.settings.setting import Setting
+from outrider.lab.prove.engine import EngineProof
+from outrider.lab.prove.settings import DRAFT, Setting
 from outrider.verify import verifier
 from outrider.verify.logits import target_probs
 from outrider.verify.rules import token_acceptance
@@ -26,7 +25,7 @@ from outrider.verify.verifier import Candidate, Verdict, Verifier
 
 #: Numbers of the page, which the engine's own proofs do not need.
 pytestmark = pytest.mark.by_change(
-    *("src/outrider/verify/", "src/outrider/prove/", "src/outrider/assets/", "docs/explanation/losslessness.md"),
+    *("src/outrider/verify/", "src/outrider/lab/prove/", "src/outrider/assets/", "docs/explanation/losslessness.md"),
     "tests/statistical/test_lossy_rules.py",
 )
 PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "losslessness.md").read_text("utf-8")

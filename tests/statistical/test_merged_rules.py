@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 from tests.model.core import core
-from tests.statistical import planted
+from tests.statistical import nested_laws, planted
+from tests.statistical.nested_laws import prove_merged_reference, prove_merged_verifier
 
-from outrider.prove import merged_distribution
-from outrider.prove.merged_distribution import prove_merged_reference, prove_merged_verifier
-from outrider.prove.tree_reference import TreeRule
-from outrider.verify import trees
+from outrider.lab.prove.tree_reference import TreeRule
+from outrider.verify import rules
 
 RULES = [TreeRule.RECURSIVE, TreeRule.TRAVERSAL]
 CHAINS = ((1, 1), (1, 1))
 TREES = ((2,), (2,))
 
 
-@pytest.mark.by_change("src/outrider/prove/", "tests/statistical/")
+@pytest.mark.by_change("src/outrider/lab/prove/", "tests/statistical/")
 @pytest.mark.parametrize("alike", [False, True], ids=["unlike", "equal"])
 @pytest.mark.parametrize("shape", [CHAINS, TREES, ((2, 1), (1,)), ((1,), (1,), (1,))], ids=str)
 @pytest.mark.parametrize("rule", RULES)
@@ -60,16 +59,16 @@ def test_control_one_test_for_a_token_that_two_members_drew(rule: TreeRule, monk
 
 
 def test_control_opaque_where_two_members_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = merged_distribution._draw
+    stock = nested_laws._draw
 
     def collided(*args: Any) -> Any:
         draft = stock(*args)
         return draft.opaque() if draft.num_draws > len(draft) else draft
 
-    monkeypatch.setattr(merged_distribution, "_draw", collided)
+    monkeypatch.setattr(nested_laws, "_draw", collided)
     assert _red(TreeRule.RECURSIVE) > 0.01
 
 
 def test_control_a_second_member_tested_against_the_whole_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "_residual", lambda wanted, proposal, weight: wanted)
+    monkeypatch.setattr(rules, "_residual", lambda wanted, proposal, weight: wanted)
     assert _red(TreeRule.RECURSIVE) > 0.01

@@ -14,19 +14,17 @@ import pytest
 
 from outrider.draft import EMPTY, Draft
 from outrider.errors import ContradictionError, InvalidParameterError, StepAbortedError
+from outrider.lab.prove.engine import EngineProof
+from outrider.lab.prove.settings import DRAFT, TARGET, Setting
+from outrider.lab.prove.suite import method_settings
+from outrider.lab.prove.tiny import raise_norms, save_tiny_llama
 from outrider.params import SamplingParams
-from outrider.propose import registry
+from outrider.propose import settings as registry
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods.draft_model import DraftModelProposer
-from outrider.propose.methods.staged import StagedProposer
-from outrider.propose.speculation import Members, SpeculationConfig
-from outrider.propose.trees.tree import CHAIN
-from outrider.prove.engine_distribution import EngineProof
-from outrider.prove.one_method import method_settings
-from outrider.prove.settings.methods import DRAFT, TARGET
-from outrider.prove.settings.setting import Setting
-from outrider.prove.tiny import raise_norms, save_tiny_llama
+from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.settings import Members, Method, ProposerContext, SpeculationConfig
+from outrider.propose.staged import StagedProposer
+from outrider.propose.tree import CHAIN
 from outrider.verify.noise import KeyedNoise
 from outrider.verify.verifier import Candidate
 

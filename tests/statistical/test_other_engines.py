@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from outrider.errors import UnforkableError
-from outrider.prove.engines.assisted import CALLS, AssistedGeneration, Call
-from outrider.prove.engines.torch_forking import explore_torch
+from outrider.lab.peers.assisted import CALLS, AssistedGeneration, Call
+from outrider.lab.peers.forking import explore_torch
 
-pytestmark = pytest.mark.by_change("src/outrider/prove/", "tests/statistical/test_other_engines.py")
+pytestmark = pytest.mark.by_change("src/outrider/lab/prove/", "tests/statistical/test_other_engines.py")
 DRAFT = next(call for call in CALLS if call.name == "assistant_model=draft [num_assistant_tokens=2]")
 TRUNCATED = Call(DRAFT.speculation, DRAFT.assistant, {"top_k": 2})
 LOOKUP = {"prompt_lookup_num_tokens": 2, "max_matching_ngram_size": 1}

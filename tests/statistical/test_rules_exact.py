@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.prove import recorded_rounds, reference, rules_distribution, tree_distribution, tree_reference
-from outrider.prove.reference import ReferenceRule
-from outrider.prove.tree_reference import TreeRule, alone
+from outrider.lab.prove import reference, tree_reference
+from outrider.lab.prove import rules as recorded_rounds
+from outrider.lab.prove import rules as rules_distribution
+from outrider.lab.prove import rules as tree_distribution
+from outrider.lab.prove.reference import ReferenceRule
+from outrider.lab.prove.tree_reference import TreeRule, alone
 from outrider.verify import rules, verifier
 
 #: Counts of cases are multiples of the kinds of them, which take turns.
 RULES = list(ReferenceRule)
 RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
 #: Of proofs that the reference and the prover are right, whatever the engine does.
-of_the_prover = pytest.mark.by_change("src/outrider/prove/", "tests/statistical/")
+of_the_prover = pytest.mark.by_change("src/outrider/lab/prove/", "tests/statistical/")
 
 
 @of_the_prover

@@ -10,18 +10,15 @@ import pytest
 import torch
 
 from outrider.cache.running import CellRecord
+from outrider.lab.prove.engine import BOUND, EngineProof
+from outrider.lab.prove.forking import total_variation
+from outrider.lab.prove.settings import MTP, Setting
+from outrider.lab.prove.target_settings import RUNNING_HEADS_SETTINGS, RUNNING_SETTINGS, SHARED_TARGET_LAYERS
+from outrider.lab.prove.tiny import save_tiny_heads, save_tiny_hybrid
+from outrider.lab.prove.tiny_heads import save_random_mtp
 from outrider.model.batch import Segment
-from outrider.model.running.convolution import Convolution
+from outrider.model.running import Convolution
 from outrider.params import SamplingParams
-from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.forking import total_variation
-from outrider.prove.published_mtp import save_random_mtp
-from outrider.prove.settings.methods import MTP
-from outrider.prove.settings.running import RUNNING_HEADS_SETTINGS, RUNNING_SETTINGS
-from outrider.prove.settings.setting import Setting
-from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS
-from outrider.prove.tiny import save_tiny_hybrid
-from outrider.prove.tiny_heads import save_tiny_heads
 
 BY_NAME = {setting.name: setting for setting in RUNNING_SETTINGS}
 HEADS_BY_NAME = {setting.name: setting for setting in RUNNING_HEADS_SETTINGS}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.prove.sampled import production_bits, sample_p_value
+from outrider.lab.prove.sampled import production_bits, sample_p_value
 from outrider.verify.noise import Key, Stream, key_bits, uniform
 
 SIGNIFICANCE = 1e-6

@@ -18,16 +18,14 @@ from typer.testing import CliRunner
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.cli.app import app
 from outrider.errors import EngineAnswerError, InvalidParameterError, MissingExtraError
-from outrider.prove.engines.cells import detectable, judge
-from outrider.prove.engines.completions import Answer, CompletionsClient
-from outrider.prove.engines.known_engines import ServerOptions, open_engine
-from outrider.prove.engines.llama_cpp import open_llama_cpp
-from outrider.prove.engines.openai_server import ReferenceModel, Reported, ServerProof
-from outrider.prove.running import run_proofs
-from outrider.prove.tiny import save_tiny_llama
+from outrider.lab.peers.known import ServerOptions, open_engine
+from outrider.lab.peers.llama_cpp_proof import open_llama_cpp
+from outrider.lab.peers.server import Answer, CompletionsClient, ReferenceModel, Reported, ServerProof, detectable, judge
+from outrider.lab.prove.running import run_proofs
+from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.verify import verifier
 
-pytestmark = pytest.mark.by_change("src/outrider/prove/", "src/outrider/cli/", "tests/statistical/test_server_proof.py")
+pytestmark = pytest.mark.by_change("src/outrider/lab/prove/", "src/outrider/cli/", "tests/statistical/test_server_proof.py")
 LETTERS = "abcdef"
 PROMPT = (0, 1, 2, 3, 4)
 NUM_TEXTS, LENGTH = 1000, 3

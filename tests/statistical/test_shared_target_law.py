@@ -9,12 +9,12 @@ import pytest
 import torch
 from tests.statistical import planted
 
+from outrider.lab.prove.engine import BOUND, EngineProof
+from outrider.lab.prove.target_settings import SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS
+from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.model import resumed_forward
-from outrider.model.partial_rows import PartialChain
-from outrider.propose.methods.shared_layers import SharedLayersProposer
-from outrider.prove.engine_distribution import BOUND, EngineProof
-from outrider.prove.settings.shared_target import SHARED_TARGET_LAYERS, SHARED_TARGET_SETTINGS
-from outrider.prove.tiny import save_tiny_llama
+from outrider.model.runner import PartialChain
+from outrider.propose.own_layers import SharedLayersProposer
 
 BY_NAME = {setting.name: setting for setting in SHARED_TARGET_SETTINGS}
 

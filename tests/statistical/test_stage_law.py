@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tests.model.core import core
+from tests.statistical.nested_laws import prove_stage
 
 from outrider import SamplingParams
-from outrider.prove.stage_distribution import prove_stage
 
 _OF_TWO = {"top_k": 2}
 _FILTERED = {"temperature": 1.4, "top_k": 2, "frequency_penalty": 0.7}

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.model.hf import use_plain_experts
-from outrider.train.batches import Batch
-from outrider.train.target import FrozenTarget
+from outrider.lab.train.batches import Batch
+from outrider.lab.train.target import FrozenTarget
+from outrider.loading.hf_modules import use_plain_experts
 
 #: The temperature of the data.
 TEMPERATURE = 0.7

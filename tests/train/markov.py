@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from outrider.model.loading.exclusive import exclusive_transformers
-from outrider.train.manifest import DataSettings, Manifest, TargetFacts
-from outrider.train.records import Record, write_shard
+from outrider.loading.exclusive import exclusive_transformers
+from outrider.records import DataSettings, Manifest, Record, TargetFacts, write_shard
 
 VOCAB, WIDTH, LAYERS = 24, 64, 4
 #: What follows each token: one cycle through all of them, in no simple order.

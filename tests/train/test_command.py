@@ -15,10 +15,8 @@ from outrider.cli.app import app
 from outrider.errors import InputError, InvalidParameterError, MissingExtraError
 from outrider.heads.checkpoint import load_heads
 from outrider.llm import LLM
-from outrider.server.records.namespace import NamespaceRecords
-from outrider.server.records.origin import Origin
-from outrider.train.prompts import prompt_of
-from outrider.train.records import Record
+from outrider.records import Record, prompt_of
+from outrider.server.recorder import NamespaceRecords, Origin
 from tests.train.markov import VOCAB, walk
 
 pytest.importorskip("accelerate")

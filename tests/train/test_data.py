@@ -17,15 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, StorageError
 from outrider.files import write_text, write_whole
+from outrider.lab.train import collect as collecting
+from outrider.lab.train.batches import Batches, load_data
+from outrider.lab.train.collect import Collected, collect
+from outrider.lab.train.prompts import encode_prompts, read_sources
+from outrider.lab.train.target import FrozenTarget
 from outrider.prompts import PromptEncoder
-from outrider.train import collect as collecting
-from outrider.train.batches import Batches, load_data
-from outrider.train.collect import Collected, collect
-from outrider.train.manifest import DataSettings, read_manifest
-from outrider.train.origin import WITNESS
-from outrider.train.prompts import encode_prompts, read_sources
-from outrider.train.records import TOP_LOGITS, TOP_TOKENS, Record, hidden_name, read_records
-from outrider.train.target import FrozenTarget
+from outrider.records import TOP_LOGITS, TOP_TOKENS, WITNESS, DataSettings, Record, hidden_name, read_manifest, read_records
 from tests.train.markov import LAYERS, save_markov_target
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [2, 3], [11], [12, 1], [13, 14, 15], [16], [17, 2], [9, 9]]

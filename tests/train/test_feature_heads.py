@@ -12,24 +12,21 @@ import torch
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.convert import head_files
-from outrider.convert.compressed_tensors import write_compressed
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelLoadError, StorageError
+from outrider.heads.formats import writing
 from outrider.heads.formats.published import read_head
-from outrider.kernels.formats.registry import FORMATS
-from outrider.train.batches import Batch, in_turn, load_data
-from outrider.train.block_heads import DflashSettings
-from outrider.train.collect import collect
-from outrider.train.depths import Depth, Said, depth_loss
-from outrider.train.draft_vocabulary import frequent_tokens
-from outrider.train.eagle_heads import Eagle1Settings, Eagle3Settings
-from outrider.train.feature_heads import FeatureHeadSettings, _any_rows, _even_rows
-from outrider.train.losses import LOSSES, divergence, overlap
-from outrider.train.manifest import DataSettings, read_manifest
-from outrider.train.prompts import Source
-from outrider.train.run import Job, train_heads
-from outrider.train.settings import TrainSettings
-from outrider.train.target import FrozenTarget
+from outrider.kernels.formats import FORMATS
+from outrider.lab.convert.compressed_tensors import write_compressed
+from outrider.lab.train.batches import Batch, in_turn, load_data
+from outrider.lab.train.blocks import DflashSettings
+from outrider.lab.train.collect import collect
+from outrider.lab.train.depths import Depth, Said, depth_loss, frequent_tokens
+from outrider.lab.train.eagle import Eagle1Settings, Eagle3Settings, FeatureHeadSettings, _any_rows, _even_rows
+from outrider.lab.train.prompts import Source
+from outrider.lab.train.run import Job, train_heads
+from outrider.lab.train.settings import LOSSES, TrainSettings, divergence, overlap
+from outrider.lab.train.target import FrozenTarget
+from outrider.records import DataSettings, read_manifest
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
 from tests.model.eagle_reference import Eagle1Reference, EagleReference
@@ -147,7 +144,7 @@ def test_a_full_disk_at_the_end_leaves_nothing_that_loads(job: Job, last: str, m
         raise StorageError(str(path), "No space left on device", "Free some space.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(head_files, last, full)
+        patch.setattr(writing, last, full)
         with pytest.raises(StorageError, match="No space left"):
             train_heads(here, HEAD)
     with pytest.raises(ModelLoadError, match=r"it has no config\.json"):

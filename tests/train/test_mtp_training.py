@@ -15,12 +15,12 @@ from transformers import AutoConfig
 from outrider import LLM, SamplingParams
 from outrider.errors import InputError, InvalidParameterError, ModelLoadError, StorageError, UnsupportedModelError
 from outrider.heads.formats.mtp import name_mtp, read_mtp
-from outrider.prove.published_mtp import LAYOUTS, save_random_mtp
-from outrider.train import mtp_layers
-from outrider.train.manifest import read_manifest
-from outrider.train.mtp_layers import MtpSettings
-from outrider.train.run import Job, train_heads
-from outrider.train.target import FrozenTarget
+from outrider.lab.prove.tiny_heads import MTP_LAYOUTS, save_random_mtp
+from outrider.lab.train import mtp
+from outrider.lab.train.mtp import MtpSettings
+from outrider.lab.train.run import Job, train_heads
+from outrider.lab.train.target import FrozenTarget
+from outrider.records import read_manifest
 from tests.model import checkpoints
 from tests.model.mtp_reference import MtpReference
 from tests.train.drafted_rows import TEMPERATURE, assert_drafts_as, disturb
@@ -115,7 +115,7 @@ def test_a_full_disk_at_the_end_leaves_nothing_that_loads(job: Job, monkeypatch:
         raise StorageError(str(path), "No space left on device", "Free some space.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(mtp_layers, "write_tensors", full)
+        patch.setattr(mtp, "write_tensors", full)
         with pytest.raises(StorageError, match=r"model\.safetensors.*No space left"):
             train_heads(here, NEW)
     assert not (here.out / FILE).exists()
@@ -123,7 +123,7 @@ def test_a_full_disk_at_the_end_leaves_nothing_that_loads(job: Job, monkeypatch:
     assert (here.out / FILE).exists()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", MTP_LAYOUTS)
 def test_names_are_those_of_the_checkpoint(layout: str, tmp_path: Path) -> None:
     family = {"mimo_v2": "mimo_v2_flash", "qwen3_next": "qwen3_next"}.get(layout, "llama")
     path = checkpoints.save(family, tmp_path / "target", seed=3)

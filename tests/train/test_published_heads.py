@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.embedded import default_model
-from outrider.prove.tiny import raise_engine_norms
-from outrider.train.block_heads import DflashSettings
-from outrider.train.eagle_heads import Eagle1Settings, Eagle3Settings
-from outrider.train.manifest import DataSettings, Manifest, TargetFacts
-from outrider.train.records import Record, write_shard
-from outrider.train.run import Job, train_heads
-from outrider.train.settings import TrainSettings
-from outrider.train.trainee import HeadLearning
+from outrider.config import default_model
+from outrider.lab.prove.tiny import raise_engine_norms
+from outrider.lab.train.blocks import DflashSettings
+from outrider.lab.train.eagle import Eagle1Settings, Eagle3Settings
+from outrider.lab.train.run import Job, train_heads
+from outrider.lab.train.settings import HeadLearning, TrainSettings
+from outrider.records import DataSettings, Manifest, Record, TargetFacts, write_shard
 from tests.model.block_reference import BlockReference
 from tests.model.eagle_reference import Eagle1Reference, EagleReference
 from tests.model.test_target import Oracle

@@ -14,15 +14,15 @@ from outrider import LLM, SamplingParams
 from outrider.errors import ContradictionError, HeadMismatchError, InputError, InvalidParameterError
 from outrider.heads.checkpoint import load_heads
 from outrider.heads.networks import randomise
-from outrider.train import depths
-from outrider.train.batches import in_turn, load_data
-from outrider.train.collect import collect
-from outrider.train.heads import HeadSettings, TrainedHeads
-from outrider.train.manifest import DataSettings, read_manifest
-from outrider.train.prompts import Source
-from outrider.train.run import Job, train_heads
-from outrider.train.settings import TrainSettings
-from outrider.train.target import FrozenTarget
+from outrider.lab.train import depths
+from outrider.lab.train.batches import in_turn, load_data
+from outrider.lab.train.collect import collect
+from outrider.lab.train.heads import HeadSettings, TrainedHeads
+from outrider.lab.train.prompts import Source
+from outrider.lab.train.run import Job, train_heads
+from outrider.lab.train.settings import TrainSettings
+from outrider.lab.train.target import FrozenTarget
+from outrider.records import DataSettings, read_manifest
 from tests.train.markov import LAYERS, VOCAB
 from tests.train.test_training import KillAt, Killed
 

@@ -24,18 +24,15 @@ from outrider.errors import (
     VocabularyMismatchError,
 )
 from outrider.files import write_tensors
-from outrider.train import checkpoint, curves, models
-from outrider.train.batches import Batch, Batches
-from outrider.train.checkpoint import Checkpoints, Progress
-from outrider.train.distill import DistillSettings, write_on
-from outrider.train.losses import LOSSES, divergence, overlap
-from outrider.train.models import Shape, draft_to_begin_with, parse_shape, pruned
-from outrider.train.run import Job, train_draft
-from outrider.train.settings import TrainSettings
-from outrider.train.sizes import compare_sizes, worth
-from outrider.train.target import FrozenTarget
-from outrider.train.trainee import chain_tau
-from outrider.train.trainer import Watcher
+from outrider.lab.train import checkpoint, trainer
+from outrider.lab.train import distill as models
+from outrider.lab.train.batches import Batch, Batches
+from outrider.lab.train.checkpoint import Checkpoints, Progress
+from outrider.lab.train.distill import DistillSettings, Shape, draft_to_begin_with, parse_shape, pruned, write_on
+from outrider.lab.train.run import Job, compare_sizes, train_draft, worth
+from outrider.lab.train.settings import LOSSES, TrainSettings, chain_tau, divergence, overlap
+from outrider.lab.train.target import FrozenTarget
+from outrider.lab.train.trainer import Watcher
 from tests.train.markov import VOCAB, WIDTH, save_data
 from tests.waiting import wait_until
 
@@ -235,11 +232,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(job: Job, monkeypatch: pytest.
 def test_a_full_disk_at_the_end_leaves_nothing_that_loads(job: Job) -> None:
     script = (
         "import resource, sys, torch; torch.set_num_threads(1); from pathlib import Path\n"
-        "from tests.train import test_training as t; from outrider.train import models\n"
+        "from tests.train import test_training as t; from outrider.lab.train import distill as models\n"
         "save = models.save_model\n"
         "def limited(*args):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)); save(*args)\n"
-        "import outrider.train.distill as d; d.save_model = limited\n"
+        "import outrider.lab.train.distill as d; d.save_model = limited\n"
         "job = t.Job(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], 'float32', t.SETTINGS)\n"
         "try: t.train_draft(job, t.DistillSettings(), shape=t.SHAPE)\n"
         "except t.StorageError as error: print('refused:', error)\n"
@@ -342,7 +339,7 @@ def test_a_draft_learns_from_texts_that_it_writes_itself(job: Job) -> None:
 
 
 def test_the_texts_that_a_draft_writes_follow_its_own_probabilities(target: str, data: Path) -> None:
-    from outrider.train.batches import collate, load_data
+    from outrider.lab.train.batches import collate, load_data
 
     pieces = load_data(data, length=64).train[:8]
     model = FrozenTarget(target, "float32").model  # its next token is all but certain
@@ -370,7 +367,7 @@ def measured(job: Job, folder: Path) -> float:
     """The acceptance of what a folder holds, on held-out texts."""
     from transformers import AutoModelForCausalLM
 
-    from outrider.train.batches import in_turn, load_data
+    from outrider.lab.train.batches import in_turn, load_data
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     target, total, count = FrozenTarget(job.target, "float32"), 0.0, 0
@@ -383,7 +380,7 @@ def measured(job: Job, folder: Path) -> float:
 
 
 def test_a_loss_that_is_none_ends_the_training(job: Job) -> None:
-    from outrider.train import distill
+    from outrider.lab.train import distill
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill, "divergence", lambda *_: torch.full((1,), torch.nan, requires_grad=True))
@@ -392,7 +389,7 @@ def test_a_loss_that_is_none_ends_the_training(job: Job) -> None:
 
 
 def test_an_acceptance_that_is_none_ends_the_training(job: Job) -> None:
-    from outrider.train import distill
+    from outrider.lab.train import distill
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill, "overlap", lambda target, *_: torch.full((len(target),), torch.nan))
@@ -413,9 +410,9 @@ def test_pieces_in_which_the_target_wrote_nothing_measure_nothing(job: Job, targ
 
 @pytest.mark.parametrize("source", ["hidden_states", "top_k"])
 def test_what_the_data_hold_teaches_as_the_target_does(target: str, tmp_path: Path, job: Job, source: str) -> None:
-    from outrider.train.collect import collect
-    from outrider.train.manifest import DataSettings
-    from outrider.train.prompts import Source
+    from outrider.lab.train.collect import collect
+    from outrider.lab.train.prompts import Source
+    from outrider.records import DataSettings
 
     sources = [Source(f"{i}", "prompt", [i, (i * 5) % VOCAB]) for i in range(VOCAB)]
     asked = DataSettings(max_tokens=12, held_out=0.3, hidden_states=(4,), target_top_k=VOCAB)
@@ -575,11 +572,11 @@ def test_the_result_is_a_method_with_a_card_of_what_was_measured(job: Job) -> No
 
 def test_curves_have_a_line_for_each_measurement(job: Job) -> None:
     found = train_draft(job, DistillSettings(), shape=SHAPE)
-    head, *rows = (job.out / curves.TABLE).read_text().splitlines()
+    head, *rows = (job.out / trainer.TABLE).read_text().splitlines()
     assert head == "step,tokens,seconds,loss,lr,tau,engine_tau,acceptance_1"
     assert [row.split(",")[0] for row in rows] == ["0", "5", "10", "15", "20"]
     assert rows[-1].endswith(f"{found.progress.measurements[-1].acceptance[0]}")
-    assert (job.out / curves.DRAWING).read_bytes().startswith(b"\x89PNG")
+    assert (job.out / trainer.DRAWING).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_rate_rises_stays_and_falls() -> None:

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
+from outrider.config import RequestOptions
 from outrider.draft import Draft, Law
-from outrider.engine.detokenizer import TextStream
 from outrider.engine.sequence import Request, Sequence
+from outrider.engine.text import TextStream
 from outrider.params import SamplingParams
 from outrider.propose.base import Proposer, ProposeRequest
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.speculation import PLAIN, SpeculationConfig
-from outrider.request_options import RequestOptions
+from outrider.propose.settings import PLAIN, Method, ProposerContext, SpeculationConfig
 
 _ids = count()
 

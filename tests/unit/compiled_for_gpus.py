@@ -18,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
-from outrider.kernels.triton import attention, draws, kv_write, probabilities
+from outrider.kernels.triton import attention, sampling
+from outrider.kernels.triton import attention as kv_write
 
 #: A kernel, the types of its arguments by name, and its constants.
 Case = tuple[Any, dict[str, str], dict[str, Any]]
@@ -51,18 +52,18 @@ def sampling_cases() -> Iterator[Case]:
     cuts = dict.fromkeys(("temperatures", "nuclei", "floors", "counts"), "*fp64")
     for real, bits in (("*fp32", 32), ("*fp64", 64)):
         rows = {"logits": real, "stride": "i32", **cuts, "probs": real, "size": "i32"}
-        sizes = {"BITS": bits, "ENTRIES": probabilities.ENTRIES, "DIGITS": probabilities.DIGITS}
-        yield probabilities._target_probs, rows, sizes
+        sizes = {"BITS": bits, "ENTRIES": sampling._PROBABILITY_ENTRIES, "DIGITS": sampling.DIGITS}
+        yield sampling._target_probs, rows, sizes
 
 
 def draw_cases() -> Iterator[Case]:
     places = dict.fromkeys(("target_group", "target_row", "draft_group", "draft_row", "size"), "i32")
     for real in ("*fp32", "*fp64"):
         rows = {"probs": real, "stride": "i32", "noise": "*i64", "tokens": "*i64", "size": "i32"}
-        yield draws._race, rows, {"ENTRIES": draws.ENTRIES}
-        yield draws._invert, rows, {"ENTRIES": draws.ENTRIES}
+        yield sampling._race, rows, {"ENTRIES": sampling._DRAW_ENTRIES}
+        yield sampling._invert, rows, {"ENTRIES": sampling._DRAW_ENTRIES}
         reals = dict.fromkeys(("target", "draft", "weights", "mass", "probs"), real)
-        yield draws._debt, {**reals, **places}, {"ENTRIES": draws.ENTRIES, "PROBS": True}
+        yield sampling._debt, {**reals, **places}, {"ENTRIES": sampling._DRAW_ENTRIES, "PROBS": True}
 
 
 def without_assembler() -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.cache.layer_spec import LayerReach
+from outrider.cache.pool import LayerReach
 from outrider.kernels.attention import PassAttention
 from outrider.kernels.library import available_sets, kernels_for
-from outrider.model.backends.pass_rows import pass_rows
+from outrider.model.attention import pass_rows
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import visible
 from tests.kernel_sets import instruction_sets

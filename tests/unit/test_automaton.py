@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.propose.methods.automaton import ROOT, SuffixAutomaton
+from outrider.propose.suffix import ROOT, SuffixAutomaton
 
 FEW = settings(max_examples=150, deadline=None, derandomize=True)
 text = st.lists(st.integers(0, 2), min_size=1, max_size=22)

@@ -11,17 +11,17 @@ import pytest
 from rich.console import Console
 
 import outrider
-from outrider.bench import report
-from outrider.bench.advice import advise
-from outrider.bench.plan import Cell
-from outrider.bench.results import Advice, CellResult, Outcome, Results, WayResult
 from outrider.cli.options import method_settings
-from outrider.embedded import default_model
-from outrider.measure.decoding_config import parse_ways
-from outrider.measure.figures import Spread
+from outrider.config import default_model
+from outrider.lab.bench import report
+from outrider.lab.bench.advice import advise
+from outrider.lab.bench.plan import Cell
+from outrider.lab.bench.results import Advice, CellResult, Outcome, Results, WayResult
+from outrider.lab.measure.decoding_config import parse_ways
+from outrider.lab.measure.figures import Spread
 from outrider.propose.defaults import SpeculationDefaults
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.propose.speculation import PLAIN, SpeculationConfig
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.settings import PLAIN, SpeculationConfig
 
 #: What a line of Python that is pasted may name beside LLM.
 PASTED = ("SpeculationConfig", "DraftModel", "Ngram", "Suffix")

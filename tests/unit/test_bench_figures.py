@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.measure.figures import (
+from outrider.lab.measure.figures import (
     Spread,
     conditional_acceptance,
     expected_tokens,
@@ -14,7 +14,7 @@ from outrider.measure.figures import (
     repeated_8grams,
     row_cost_ratio,
 )
-from outrider.stats import RequestStats
+from outrider.results import RequestStats
 
 
 @pytest.mark.parametrize(("acceptance", "length"), [(0.0, 4), (0.3, 1), (0.6, 3), (0.9, 7), (1.0, 5)])

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.plan import Cell, Plan
-from outrider.bench.settings import BenchSettings
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.measure.decoding_config import parse_ways, precision, rounding
-from outrider.measure.tasks import LONG_WORKLOADS, WORKLOADS
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.propose.methods.medusa import Medusa
-from outrider.propose.methods.suffix import Suffix
+from outrider.lab.bench.plan import Cell, Plan
+from outrider.lab.bench.settings import BenchSettings
+from outrider.lab.measure.decoding_config import parse_ways, precision, rounding
+from outrider.lab.measure.tasks import LONG_WORKLOADS, WORKLOADS
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.row_heads import Medusa
+from outrider.propose.suffix import Suffix
 
 
 def plan(draft_model: str | None = "draft", **settings: Any) -> Plan:
@@ -73,7 +73,7 @@ def test_peers_write_in_batches_too() -> None:
     assert {cell.batch: cell.peers for cell in cells} == {1: ("p",), 4: ("p",)}
 
 
-@pytest.mark.by_change("src/outrider/measure/", "src/outrider/bench/")
+@pytest.mark.by_change("src/outrider/lab/measure/", "src/outrider/lab/bench/")
 def test_one_name_stands_for_all_workloads_with_long_prompts() -> None:
     assert list(plan(workloads=("json", "long", "long_diffs")).tasks) == ["json", *LONG_WORKLOADS]
     assert not set(LONG_WORKLOADS) & set(plan().tasks)  # a usual run is short
@@ -82,7 +82,7 @@ def test_one_name_stands_for_all_workloads_with_long_prompts() -> None:
 def test_settings_are_checked_before_torch_is_there() -> None:
     script = """if True:
         import sys
-        from outrider.bench.settings import BenchSettings
+        from outrider.lab.bench.settings import BenchSettings
         from outrider.errors import InputError
         for wrong in ({"peers": ("psychic",)}, {"workloads": ("x",)}, {"batches": (65,)}, {"contexts": (0,)}):
             try:

@@ -12,17 +12,15 @@ import pytest
 from matplotlib.colors import to_rgb
 from rich.console import Console
 
-from outrider.bench import plots, report
-from outrider.bench.plan import Cell
-from outrider.bench.results import CellResult, ModelResult, PrefillResult, Results, WayResult
-from outrider.bench.store import Store
-from outrider.bench.summary import reads_too_fast, summarise
 from outrider.errors import EngineAnswerError, InvalidParameterError
-from outrider.measure import machine
-from outrider.measure.contestants import Contestant, interleave
-from outrider.measure.figures import Spread
-from outrider.measure.run import EncodedTask, Run
-from outrider.stats import RequestStats
+from outrider.lab.bench import plots, report
+from outrider.lab.bench.plan import Cell
+from outrider.lab.bench.results import CellResult, ModelResult, PrefillResult, Results, WayResult, reads_too_fast, summarise
+from outrider.lab.bench.session import Store
+from outrider.lab.measure import machine
+from outrider.lab.measure.figures import Spread
+from outrider.lab.measure.writing import Contestant, EncodedTask, Run, interleave
+from outrider.results import RequestStats
 
 MACHINE = {
     "cpu": "made up", "instruction_set": "none", "threads": 1, "device": "cpu", "outrider": "0", "torch": "0",

@@ -9,9 +9,20 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import InvalidParameterError
-from outrider.measure.long_prompts import LEAST, MOST, long_tasks, num_tokens
-from outrider.measure.replay import copy_tasks
-from outrider.measure.tasks import LONG_WORKLOADS, WORKLOADS, Task, built_in, read_prompts, read_replay, read_spec_bench
+from outrider.lab.measure.tasks import (
+    LEAST,
+    LONG_WORKLOADS,
+    MOST,
+    WORKLOADS,
+    Task,
+    built_in,
+    long_tasks,
+    num_tokens,
+    read_prompts,
+    read_replay,
+    read_spec_bench,
+)
+from outrider.lab.measure.writing import copy_tasks
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -23,7 +34,7 @@ def test_every_workload_holds_enough_different_prompts(workload: str) -> None:
     assert max(len(task.prompt) for task in tasks) < 800  # short enough for a context of 1024 tokens
 
 
-@pytest.mark.by_change("src/outrider/measure/", "src/outrider/bench/")
+@pytest.mark.by_change("src/outrider/lab/measure/", "src/outrider/lab/bench/")
 @pytest.mark.parametrize("workload", LONG_WORKLOADS)
 def test_long_prompts_have_the_tokens_that_were_promised(workload: str) -> None:
     tasks = long_tasks(workload)
@@ -44,7 +55,7 @@ def test_a_passage_holds_the_answer_to_its_question() -> None:
         assert f"{opening} brought " in book
 
 
-@pytest.mark.by_change("src/outrider/measure/", "src/outrider/bench/")
+@pytest.mark.by_change("src/outrider/lab/measure/", "src/outrider/lab/bench/")
 def test_a_diff_is_one_for_the_file_before_it() -> None:
     for task in long_tasks("long_diffs"):
         before, _, rest = task.prompt.partition("\n\n# A diff for ")

@@ -11,16 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.activations import unrounded_rows_for
-from outrider.kernels.formats import blocks as unfolding
-from outrider.kernels.formats import gguf as bringing
-from outrider.kernels.formats.blocks import Blocks, folded_codes, in_order, stored_blocks, unfolded_codes, whole_numbers
-from outrider.kernels.formats.gguf import GGUF_TYPES
-from outrider.kernels.formats.registry import plain
-from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels import gguf_blocks
+from outrider.kernels.formats import StoredWeight, plain
+from outrider.kernels.gguf_blocks import (
+    GGUF_TYPES,
+    Blocks,
+    folded_codes,
+    in_order,
+    stored_blocks,
+    unfolded_codes,
+    whole_numbers,
+)
 from outrider.kernels.layout import Operand
 from outrider.kernels.library import available_sets, kernels_for
 from outrider.kernels.packed import PackedWeights, product
+from outrider.kernels.weights import unrounded_rows_for
 from tests.kernel_sets import instruction_sets
 
 gguf = pytest.importorskip("gguf")
@@ -103,7 +108,7 @@ def test_values_are_those_of_the_file_to_the_bit(which: str | tuple[int, int, to
 def test_units_and_weights_are_those_of_the_stock_operators(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for library in (kernels_for(instruction_set), None):
-        for module in (bringing, unfolding):
+        for module in (gguf_blocks, gguf_blocks):
             monkeypatch.setattr(module, "kernel_library", lambda library=library: library)
         stored = [case(which)[0] for which in CASES]
         weights = [[each.format.dequantise(each, dtype) for dtype in (torch.float32, torch.bfloat16)] for each in stored]

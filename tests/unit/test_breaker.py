@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.engine.proposing.breaker import FIRST_PAUSE, PATIENCE, ProposerBreaker
+from outrider.engine.sequence import FIRST_PAUSE, PATIENCE, ProposerBreaker
 
 
 def step(breaker: ProposerBreaker, served: tuple[int, ...] = (), failed: tuple[int, ...] = ()) -> bool:

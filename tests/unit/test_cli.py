@@ -20,19 +20,19 @@ from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from outrider.cli import generate, interrupts, render
+from outrider.cli import generate, render
+from outrider.cli import main as interrupts
 from outrider.cli.app import app
-from outrider.cli.endings import ending, warning
 from outrider.cli.main import main
 from outrider.cli.options import speculation, structure
-from outrider.cli.render import Wrapped, write
-from outrider.embedded import default_model
+from outrider.cli.render import Wrapped, ending, warning, write
+from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, VocabularyMismatchError
+from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.llm import LLM
 from outrider.params import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokenOrigin
-from outrider.propose.speculation import SpeculationConfig
-from outrider.prove.tiny import save_tiny_llama
-from outrider.stats import RequestStats
+from outrider.propose.settings import SpeculationConfig
+from outrider.results import RequestStats
 from tests.model.vocabularies import save_random, sentencepiece_like
 from tests.warm import warm_python
 
@@ -105,7 +105,7 @@ def _verbs(group: Any, *names: str) -> dict[tuple[str, ...], Any]:
 VERBS = _verbs(get_command(app))
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 @pytest.mark.parametrize("names", VERBS, ids=" ".join)
 def test_help_cuts_no_name_at_80_columns(names: tuple[str, ...]) -> None:
     shown = invoked(*names, "--help", COLUMNS="80").output
@@ -184,7 +184,7 @@ def test_json_is_one_object_with_everything() -> None:
     assert set(plain["origins"]) == {"plain"}
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("prompts", [["def f("], ["def f(", ""], [""], ["a", "b"]])
 def test_json_has_one_shape(prompts: list[str], samples: int) -> None:
@@ -232,7 +232,7 @@ def test_text_is_kept_character_for_character() -> None:
     assert re.sub(r"\x1b\[[0-9;]*m", "", paper.file.getvalue()) == "\tlonger than the paper is wide \x0c:smile:\n"  # type: ignore[attr-defined]
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 def test_colours_only_on_a_terminal_that_wants_them() -> None:
     command = ("generate", "-p", "def f(", "--max-tokens", "8", "-t", "0", "--method", "draft_model")
     assert "38;2;18;160;122" in inside(*command, **COLOURS)
@@ -240,7 +240,7 @@ def test_colours_only_on_a_terminal_that_wants_them() -> None:
     assert "38;2" not in inside(*command, "--no-color", **COLOURS)
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 def test_logprobs_are_shown_as_text_too() -> None:
     command = ("-p", "def f(", "--max-tokens", "4", "-t", "0", "--logprobs", "1")
     entries = sample_json(*command)["logprobs"]
@@ -313,7 +313,7 @@ def test_lines_of_a_chat_break_between_words() -> None:
     assert pipe.file.getvalue() == "The quick brown fox jumps over"
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 def test_the_closing_line_says_how_the_text_ended() -> None:
     cut = invoked("generate", "-p", "def f(", "--max-tokens", "6", "--ignore-eos")
     assert (cut.exit_code, "cut off at 6 tokens (--max-tokens)" in cut.stderr) == (0, True)
@@ -352,7 +352,7 @@ def test_members_have_colours_and_a_legend_of_their_own() -> None:
 STRUCTURE = ("generate", "-p", "x = ", "--json-schema", '{"type": "string", "minLength": 60}')
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 @pytest.mark.parametrize("more", [(), ("-n", "2"), ("--json",)])
 def test_a_structure_that_was_cut_off_is_a_failure(more: tuple[str, ...]) -> None:
     cut = invoked(*STRUCTURE, *more, "--max-tokens", "3")
@@ -382,7 +382,7 @@ def test_one_bad_prompt_among_several() -> None:
     assert "prompt 2: prompt=''" in result.stderr
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -461,7 +461,7 @@ def test_structure_is_given_itself_or_in_a_file(tmp_path: Path) -> None:
         structure(None, None, "nowhere.lark")
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 def test_bytes_that_are_no_text_spoil_only_their_own_prompt(tmp_path: Path) -> None:
     result = outrider("generate", "-p", os.fsdecode(b"half\xff"), "-p", "def f(", "--max-tokens", "2")
     assert result.returncode == 1
@@ -476,7 +476,7 @@ def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in result.stderr
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 def test_an_interrupt_leaves_quietly() -> None:
     command = [
         sys.executable,
@@ -522,7 +522,7 @@ def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> 
     assert answers[0] == answers[1]  # /reset forgot the first
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 def test_unreadable_output_pipe_is_no_traceback() -> None:
     command = f"{sys.executable} -m outrider.cli.main generate -p x --max-tokens 30 | head -c 1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
@@ -530,8 +530,8 @@ def test_unreadable_output_pipe_is_no_traceback() -> None:
 
 
 def test_prove_of_another_engine_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.prove.engines.assisted import AssistedGeneration
-    from outrider.prove.findings import Finding
+    from outrider.lab.peers.assisted import AssistedGeneration
+    from outrider.lab.prove.running import Finding
 
     verdicts = ((Finding(0.0, 0.5, "a"), 0), (Finding(1.0, 0.5, "b"), 1), (Finding(1.0, 0.5, "c", informs=True), 0))
     for finding, code in verdicts:
@@ -544,8 +544,8 @@ def test_prove_of_another_engine_exits_by_the_verdict(monkeypatch: pytest.Monkey
 
 
 def test_prove_reports_and_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.prove import suite
-    from outrider.prove.findings import Finding
+    from outrider.lab.prove import suite
+    from outrider.lab.prove.running import Finding
 
     for measured, code in ((0.0, 0), (1.0, 1)):
         finding = Finding(measured, 0.5, "planted")

@@ -10,9 +10,8 @@ import pytest
 
 from outrider.govern.acceptance import Outlook
 from outrider.govern.choice import Chooser, Option, Reading, Text
-from outrider.govern.composites import Composite, Differences, Together, forecast
 from outrider.govern.costs import CostModel, CostTable
-from outrider.govern.decision import Candidate, MemberDraft, Running
+from outrider.govern.decision import Candidate, Composite, Differences, MemberDraft, Running, Together, forecast
 from outrider.govern.governor import Governor
 
 LOOKUP = Outlook([0.9, 0.8, 0.7] + [0.7] * 9, [0.6, 0.6, 0.5, 0.3] + [0.0] * 8)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from outrider.engine.scheduling.row_shares import RowShares
+from outrider.engine.scheduler import RowShares
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
 from outrider.propose.compositions import MAX_DEPTH, turns_of
 from outrider.propose.defaults import SpeculationDefaults
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.propose.methods.ngram import Ngram
-from outrider.propose.methods.staged import Staged
-from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.ngram import Ngram
+from outrider.propose.settings import SpeculationConfig
+from outrider.propose.staged import Staged
 
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "m", "num_draft_tokens": 4}
 

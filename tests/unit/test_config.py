@@ -7,9 +7,8 @@ from typing import Any
 import pydantic
 import pytest
 
-from outrider.config import CacheConfig, ModelConfig, SchedulerConfig
+from outrider.config import CacheConfig, Frozen, ModelConfig, SchedulerConfig
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.validation import Frozen
 
 NEEDED: dict[type[Frozen], dict[str, Any]] = {ModelConfig: {"model": "m"}}
 KINDS = [ModelConfig, CacheConfig, SchedulerConfig]

@@ -9,17 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cache.layer_spec import LayerReach
-from outrider.cache.pool import KVPool
+from outrider.cache.pool import KVPool, LayerReach
 from outrider.model.batch import RaggedBatch, Segment
-from outrider.model.context import (
-    ForwardContext,
-    additive,
-    current_context,
-    first_seen,
-    forward_context,
-    visible,
-)
+from outrider.model.context import ForwardContext, additive, current_context, first_seen, forward_context, visible
 
 CPU = torch.device("cpu")
 

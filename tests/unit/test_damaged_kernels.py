@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.cli.doctor import _facts
-from outrider.doctor.facts import ModelFacts
 from outrider.kernels import library
+from outrider.lab.cli.doctor import _facts
+from outrider.lab.doctor.examination import ModelFacts
 
 BUILT = library.FILE
 KEPT = BUILT.with_name(f"{BUILT.name}.sha256")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from outrider.embedded import default_model
-from outrider.engine.detokenizer import TextStream
+from outrider.config import default_model
+from outrider.engine.text import TextStream
 from outrider.params import TokenOrigin
 
 PLAIN, ACCEPTED, RECOVERED, BONUS = TokenOrigin

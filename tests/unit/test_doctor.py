@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from outrider.cli.doctor import _facts, _show
-from outrider.doctor import examination
-from outrider.doctor.examination import Examination, MethodReport, Report, Sample
-from outrider.doctor.facts import ModelFacts
-from outrider.doctor.findings import Finding, Level
-from outrider.doctor.measure import Writing, count_shifts, undisturbed
-from outrider.doctor.verdict import Acceptance, Situation, Terms, judge_acceptance, judge_speed, limit
-from outrider.propose.speculation import PLAIN, SpeculationConfig
-from outrider.trace import RoundTrace
+from outrider.lab.cli.doctor import _facts, _show
+from outrider.lab.doctor import examination
+from outrider.lab.doctor.examination import Examination, MethodReport, ModelFacts, Report, Sample
+from outrider.lab.doctor.measure import Writing, count_shifts, undisturbed
+from outrider.lab.doctor.verdict import Acceptance, Finding, Level, Situation, Terms, judge_acceptance, judge_speed, limit
+from outrider.propose.settings import PLAIN, SpeculationConfig
+from outrider.results import RoundTrace
 
 TARGET = ModelFacts("target", "bfloat16", "cpu", "fused", "avx512bf16", True, 1_000, 512, 4096, None, {512: 8})
 

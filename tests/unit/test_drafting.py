@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.draft import EMPTY, Draft, Law, ScratchRows, depths_of
-from outrider.engine.proposing.drafter import Drafter
-from outrider.engine.proposing.drafting import StepDraft, propose_all
-from outrider.engine.proposing.tree_builders import TreeBuilders
-from outrider.engine.scheduling.scheduler import ScheduledSequence, Turn
+from outrider.engine.drafting.drafting import StepDraft, propose_all
+from outrider.engine.drafting.proposers import TreeBuilders
+from outrider.engine.scheduler import ScheduledSequence, Turn
+from outrider.engine.sequence import Drafter
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.inspection import sound_prefix
-from outrider.propose.trees.pace import FixedPace
-from outrider.propose.trees.tree import CHAIN, StaticTree
+from outrider.propose.tree import CHAIN, StaticTree
+from outrider.propose.trees.adaptive import FixedPace
 from outrider.verify.noise import KeyedNoise
 from outrider.verify.verifier import rule_for
 from tests.unit.builders import Planted, make_sequence, note_draws

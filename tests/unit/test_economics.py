@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.govern.economics import Economics, PassCost, expected_tokens
+from outrider.lab.economics import Economics, PassCost, expected_tokens
 
 #: Leviathan et al. 2023, table 1: acceptance, draft length, speed where a draft costs nothing.
 LEVIATHAN = ((0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86))

@@ -9,8 +9,7 @@ from math import inf, nan
 import pytest
 
 from outrider.govern import acceptance
-from outrider.govern.acceptance import KEPT, AcceptanceModel, Experience
-from outrider.govern.counts import POSITIONS, Counts, Shares
+from outrider.govern.acceptance import KEPT, POSITIONS, AcceptanceModel, Counts, Experience, Shares
 from outrider.govern.decision import Candidate
 from tests.unit.governor_world import FLAT, STEEP, CountingGovernor, Log, Method, World, always, run
 

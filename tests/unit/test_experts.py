@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from outrider.kernels.activations import unrounded_rows
 from outrider.kernels.decoder import DecoderKernel, DecoderLayer, DecoderShape, Norm, PassRows
 from outrider.kernels.experts import ExpertsShape, PackedExperts, pack_gated, unpack_gated
-from outrider.kernels.formats.format import WeightFormat
-from outrider.kernels.formats.registry import FORMATS, plain
-from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.formats import FORMATS, StoredWeight, WeightFormat, plain
 from outrider.kernels.layout import NormKind
 from outrider.kernels.library import KernelLibrary, available_sets, kernels_for
 from outrider.kernels.packed import PackedWeights
+from outrider.kernels.weights import unrounded_rows
 from tests.kernel_sets import instruction_sets
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")

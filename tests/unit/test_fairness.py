@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.engine.scheduling.scheduler import Scheduler
-from outrider.engine.scheduling.tenants import Tenants
-from outrider.engine.scheduling.waiting import WaitingLine
+from outrider.engine.scheduler import Scheduler, WaitingLine
 from outrider.engine.sequence import Sequence, Status
+from outrider.engine.tenants import Tenants
 from tests.unit.builders import make_sequence as build
 from tests.unit.test_scheduler import compute, scheduler
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.model.fused.families import FAMILIES
-from outrider.propose import registry
+from outrider.model.families import FAMILIES
+from outrider.propose import settings
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -76,7 +76,7 @@ def test_figures_of_the_readme_stand_on_the_page_of_performance() -> None:
 def test_every_method_is_named_with_a_link() -> None:
     page = (ROOT / "docs" / "reference" / "methods.md").read_text("utf-8")
     linked = re.findall(r"docs/reference/methods\.md#(\w+)", README)
-    assert set(linked) == set(registry._BUILT_IN)
+    assert set(linked) == set(settings._BUILT_IN)
     assert [name for name in linked if f"\n## {name}\n" not in page] == []
 
 

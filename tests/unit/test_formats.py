@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from outrider.config import QUANTIZATIONS
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.kernels import rounding
-from outrider.kernels.formats.format import WeightFormat
-from outrider.kernels.formats.int4 import folded, unfolded
-from outrider.kernels.formats.registry import FORMATS, plain
-from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.formats import FORMATS, StoredWeight, WeightFormat, folded, plain, unfolded
 from outrider.kernels.library import available_sets, kernels_for
 from outrider.kernels.linear import use_packed_linear, use_stock_linear
 from outrider.kernels.packed import PackedWeights, product

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.bench.peers.base import PeerMode, PeerModels, PeerRequest
-from outrider.convert.gguf import write_gguf
-from outrider.convert.gguf_layout import FAMILIES, FileFamily, file_tensors
 from outrider.errors import InvalidParameterError, UnsupportedModelError
+from outrider.lab.convert.gguf import FAMILIES, FileFamily, file_tensors, write_gguf
+from outrider.lab.peers.base import PeerMode, PeerModels, PeerRequest
 from tests.model import checkpoints
 
 PROMPT = tuple((7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(23))
@@ -34,7 +33,7 @@ def transformers_greedy(path: str, num_tokens: int) -> tuple[int, ...]:
 
 
 def llama_cpp_greedy(path: str, folder: Path, num_tokens: int) -> tuple[int, ...]:
-    from outrider.bench.peers.llama_cpp import LlamaCppEngine
+    from outrider.lab.peers.llama_cpp import LlamaCppEngine
 
     engine = LlamaCppEngine(PeerModels(path, None, "float32", 1, folder))
     return engine.generate(PeerRequest(PLAIN, (PROMPT,), num_tokens, 0.0, None)).texts[0]
@@ -65,7 +64,7 @@ def test_blocks_keep_weights_to_a_step_of_their_scale(tmp_path, dtype, stored_as
     gguf = pytest.importorskip("gguf")
     from transformers import AutoModelForCausalLM
 
-    from outrider.embedded import default_model
+    from outrider.config import default_model
 
     checkpoint = default_model("draft")
     tensors = {t.name: t for t in gguf.GGUFReader(write_gguf(checkpoint, tmp_path / "m.gguf", dtype)).tensors}
@@ -82,7 +81,7 @@ def test_blocks_keep_weights_to_a_step_of_their_scale(tmp_path, dtype, stored_as
 
 def test_a_tied_head_is_written_once(tmp_path):
     gguf = pytest.importorskip("gguf")
-    from outrider.embedded import default_model
+    from outrider.config import default_model
 
     names = [t.name for t in gguf.GGUFReader(write_gguf(default_model("draft"), tmp_path / "m.gguf")).tensors]
     assert "token_embd.weight" in names

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from _pytest.mark import ParameterSet
 
-from outrider.govern import acceptance, governor, shadows, standing
+from outrider.govern import acceptance, account, governor, shadows
 from outrider.govern.acceptance import AcceptanceModel, Counts
+from outrider.govern.account import Standings
 from outrider.govern.choice import Chooser, Option, Plan, Text
 from outrider.govern.costs import CostModel, CostTable, Curve, DraftWork, StepTimes, StepWork
 from outrider.govern.decision import Candidate, Decision, Running
 from outrider.govern.governor import Governor
-from outrider.govern.standing import Standings
 from tests.unit.governor_world import (
     FLAT,
     STEEP,
@@ -419,7 +419,7 @@ def test_standings_do_not_grow_without_end() -> None:
     for num_texts in range(1, 200):
         for power in range(20):
             standings.of(num_texts, num_texts * 2**power)
-    assert len(standings._known) <= standing._MOST_STANDINGS
+    assert len(standings._known) <= account._MOST_STANDINGS
 
 
 # -- acceptance --------------------------------------------------------------------------------------------------------

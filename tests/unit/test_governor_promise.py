@@ -16,11 +16,11 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from outrider.govern import purse
+from outrider.govern import account
+from outrider.govern.account import Purse
 from outrider.govern.costs import CostModel, CostTable, DraftWork, StepWork
 from outrider.govern.governor import Governor
-from outrider.govern.places import Places
-from outrider.govern.purse import Purse
+from outrider.govern.shadows import Places
 from tests.unit.governor_world import Log, Method, World, always, governor_of, run
 from tests.unit.test_governor_worlds import at_random
 
@@ -269,6 +269,6 @@ def test_planted_bugs_break_the_promise(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_purse_that_earns_too_much_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purse, "SHARE", 0.1)
+    monkeypatch.setattr(account, "SHARE", 0.1)
     with pytest.raises(AssertionError):
         test_a_purse_never_loses_more_than_it_promises()

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from outrider.govern import costs
+from outrider.govern.account import Standings
 from outrider.govern.costs import Curve
 from outrider.govern.governor import Governor
 from outrider.govern.shadows import Idle, Shadow, Shadows
-from outrider.govern.standing import Standings
 from tests.unit.governor_world import ALWAYS, STEEP, Load, Method, Script, World, always, best_fixed, governor_of, run
 
 #: Costs of passes as they were measured: C(n) of the wide target in bfloat16 and int8 with AVX-512, and in int8 with AVX2,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import InvalidParameterError
 from outrider.params import StructuredOutputs
 from outrider.structured import grammar

@@ -16,11 +16,10 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from outrider.draft import EMPTY, Draft, Law
-from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.drawn import Drawn
+from outrider.propose.base import DraftNoise, Drawn, ProposeRequest
 from outrider.propose.inspection import sound_prefix
+from outrider.propose.tree import CHAIN, StaticTree
 from outrider.propose.trees.growth import Growth, add_level
-from outrider.propose.trees.tree import CHAIN, StaticTree
 from outrider.verify.noise import Key, KeyedNoise, Stream
 from tests.unit.builders import make_sequence
 

@@ -12,8 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError
 from outrider.heads.checkpoint import FILE, Witness, load_heads, save_heads, witness_tokens
-from outrider.heads.config import BlockwiseConfig, ExitConfig, HeadsConfig, HeadTarget, MedusaConfig, read_config
-from outrider.heads.networks import HeadNetwork, build_network, randomise
+from outrider.heads.networks import (
+    BlockwiseConfig,
+    ExitConfig,
+    HeadNetwork,
+    HeadsConfig,
+    HeadTarget,
+    MedusaConfig,
+    build_network,
+    randomise,
+    read_config,
+)
 
 TARGET = HeadTarget(name="t", model_type="llama", num_layers=4, hidden_size=6, vocab_size=11)
 CONFIGS = [

@@ -10,13 +10,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider.bench.settings import BenchSettings
-from outrider.cli import heartbeat, options, train_display
 from outrider.cli.app import app
-from outrider.cli.bench import _duration
 from outrider.errors import ContradictionError
-from outrider.prove.findings import Check, Finding, Report
-from outrider.train.checkpoint import Measurement
+from outrider.lab.bench.settings import BenchSettings
+from outrider.lab.cli import progress as heartbeat
+from outrider.lab.cli import train
+from outrider.lab.cli.bench import _duration
+from outrider.lab.cli.progress import shown_progress
+from outrider.lab.prove.running import Check, Finding, Report
+from outrider.lab.train.checkpoint import Measurement
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -31,7 +33,7 @@ def until(holds: Callable[[], bool]) -> None:
 def test_a_pipe_gets_lines_and_a_terminal_a_bar(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "EVERY", 0.02)
     paper = io.StringIO()
-    with options.progress(Console(file=paper, force_terminal=terminal, width=80)) as progress:
+    with shown_progress(Console(file=paper, force_terminal=terminal, width=80)) as progress:
         progress.expect("cost of passes", 7)
         progress.advance()
         progress.advance()
@@ -65,7 +67,7 @@ def test_a_training_in_a_pipe_says_how_far_it_is(
         parts.append(capsys.readouterr().err)
         return "2 of 8" in "".join(parts)
 
-    with train_display.watching(8) as watcher:
+    with train.watching(8) as watcher:
         begun = Measurement(step=0, tokens=0, seconds=0.0, loss=0.0, lr=0.1, acceptance=(0.5,), tau=1.5)
         watcher.on_measurement(begun)
         watcher.on_step(1, 2.5)
@@ -103,7 +105,7 @@ def test_a_result_says_how_far_it_looked(horizons: tuple[int | None, ...], said:
 
 
 def test_proofs_say_how_many_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.prove.suite.run_suite", lambda *_, **__: report(3))
+    monkeypatch.setattr("outrider.lab.prove.suite.run_suite", lambda *_, **__: report(3))
     found = CliRunner().invoke(app, ["prove"])
     assert "checks: some ten minutes on two cores (--quick takes less than one)" in found.stderr
     assert found.stdout.rstrip().endswith("passed: all 1 checks hold (joints of 3 tokens)")

@@ -16,7 +16,7 @@ import outrider
 
 LONG = ("generate", "-p", "def f(", "--max-tokens", "1900", "--ignore-eos", "-n", "64")
 #: The last module that is imported before the command takes Ctrl-C over; Python reports an import when it is finished.
-FIRST, REPORT = "outrider.cli.interrupts", "import time:"
+FIRST, REPORT = "outrider.cli.main", "import time:"
 
 
 def hear_interrupts() -> None:
@@ -86,7 +86,7 @@ def test_who_had_it_ignored_is_not_interrupted() -> None:
     assert result.returncode == 0
 
 
-@pytest.mark.by_change("src/outrider/cli/")
+@pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")
 def test_the_cursor_comes_back() -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "outrider.cli.main", *LONG]

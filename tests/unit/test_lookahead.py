@@ -12,8 +12,7 @@ from outrider.draft import Draft, Law
 from outrider.engine.sequence import Sequence
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.propose.base import DraftNoise, ObservedRows, ProposeRequest, RowStatus, TopK
-from outrider.propose.methods.lookahead import Lookahead, LookaheadProposer
-from outrider.propose.methods.ngram_pool import NgramPool
+from outrider.propose.lookahead import Lookahead, LookaheadProposer, NgramPool
 from outrider.verify.noise import KeyedNoise
 from tests.unit.builders import make_sequence
 

@@ -12,12 +12,11 @@ import pytest
 
 from outrider import DraftModel, Lookahead, Ngram, Suffix, TokenRecycling
 from outrider.errors import InvalidParameterError, ProposerError, VocabularyMismatchError
-from outrider.propose import registry as methods
+from outrider.propose import settings
 from outrider.propose.base import Proposer
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.methods.ngram import NgramProposer
-from outrider.propose.methods.suffix import SuffixProposer
-from outrider.propose.speculation import SpeculationConfig
+from outrider.propose.ngram import NgramProposer
+from outrider.propose.settings import Method, ProposerContext, SpeculationConfig
+from outrider.propose.suffix import SuffixProposer
 
 
 class NoRunner:
@@ -37,7 +36,7 @@ def context(load: Any = None) -> ProposerContext:
 
 @pytest.fixture(autouse=True)
 def _known_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "_registered", dict(methods._registered))
+    monkeypatch.setattr(settings, "_registered", dict(settings._registered))
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "outrider_plugin.py").write_text(
         "from typing import ClassVar\n"
         "from outrider.propose.base import Proposer\n"
-        "from outrider.propose.method import Method\n"
+        "from outrider.propose.settings import Method\n"
         "class MineProposer(Proposer):\n"
         "    def __init__(self, context, size): self.context, self.size = context, size\n"
         "class Mine(Method):\n"
@@ -85,13 +84,13 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_built_in_names() -> None:
-    assert {"draft_model", "lookahead", "ngram", "suffix", "token_recycling"} <= set(methods.names())
-    assert methods.names() == sorted(methods.names())
+    assert {"draft_model", "lookahead", "ngram", "suffix", "token_recycling"} <= set(settings.names())
+    assert settings.names() == sorted(settings.names())
 
 
 @pytest.mark.parametrize("method", [DraftModel, Lookahead, Ngram, Suffix, TokenRecycling])
 def test_a_built_in_name_finds_its_settings(method: type[Method]) -> None:
-    assert methods.find(method.name) is method
+    assert settings.find(method.name) is method
 
 
 def test_lookups_are_built_from_their_settings() -> None:
@@ -125,10 +124,10 @@ def test_a_draft_model_is_loaded_as_its_settings_say() -> None:
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_the_known_ones() -> None:
     with pytest.raises(InvalidParameterError) as caught:
-        methods.find("n-gramm")
+        settings.find("n-gramm")
     assert (caught.value.field, caught.value.value) == ("method", "n-gramm")
     assert caught.value.remedy.startswith("Did you mean ngram? Known: none, ")
-    for name in methods.names():
+    for name in settings.names():
         assert name in caught.value.remedy
 
 
@@ -150,10 +149,10 @@ class Bigram(Method):
 
 def test_a_registered_method_is_known_and_builds_with_the_context() -> None:
     with pytest.raises(InvalidParameterError):
-        methods.find("bigram")
-    assert methods.register(Bigram) is Bigram, "it serves as a decorator"
-    assert methods.find("bigram") is Bigram
-    assert methods.names().count("bigram") == 1
+        settings.find("bigram")
+    assert settings.register(Bigram) is Bigram, "it serves as a decorator"
+    assert settings.find("bigram") is Bigram
+    assert settings.names().count("bigram") == 1
     config = SpeculationConfig.of({"method": "bigram", "size": 7})
     assert config == SpeculationConfig(method=Bigram(size=7))
     given = context()
@@ -165,17 +164,17 @@ def test_what_is_registered_later_takes_the_name() -> None:
     class Other(Bigram):
         pass
 
-    methods.register(Bigram)
-    methods.register(Other)
-    assert methods.find("bigram") is Other
+    settings.register(Bigram)
+    settings.register(Other)
+    assert settings.find("bigram") is Other
 
 
 @pytest.mark.parametrize("thing", [3, "bigram", Bigram(), Proposer, lambda context: Proposer(), Method])
 def test_what_is_no_method_is_not_registered(thing: Any) -> None:
-    before = methods.names()
+    before = settings.names()
     with pytest.raises((InvalidParameterError, ProposerError)):
-        methods.register(thing)
-    assert methods.names() == before
+        settings.register(thing)
+    assert settings.names() == before
 
 
 @pytest.mark.parametrize("name", ["none", "off"])
@@ -185,7 +184,7 @@ def test_a_name_that_means_nothing_is_drafted_is_not_registered(name: str) -> No
         "Mute", (Bigram,), {"__module__": __name__, "name": name, "__annotations__": {"name": "ClassVar[str]"}}
     )
     with pytest.raises((InvalidParameterError, ProposerError)):
-        methods.register(mute)
+        settings.register(mute)
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
@@ -237,11 +236,11 @@ def test_a_method_that_builds_nothing_of_its_own_is_a_proposer_error() -> None:
 
 @pytest.mark.usefixtures("plugin")
 def test_an_address_imports_a_method_and_makes_it_known() -> None:
-    found = methods.load("outrider_plugin:Mine")
+    found = settings.load("outrider_plugin:Mine")
     assert found.name == "mine"
-    assert methods.find("mine") is found
+    assert settings.find("mine") is found
     assert context().build(found(size=5)).size == 5  # type: ignore[attr-defined]
-    assert methods.load("outrider.propose.methods.ngram:Ngram") is Ngram
+    assert settings.load("outrider.propose.ngram:Ngram") is Ngram
 
 
 @pytest.mark.usefixtures("plugin")
@@ -262,7 +261,7 @@ def test_an_address_imports_a_method_and_makes_it_known() -> None:
 )
 def test_what_cannot_be_imported_is_refused_with_how_to_write_it(address: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
-        methods.load(address)
+        settings.load(address)
     assert (caught.value.field, caught.value.value) == ("method", address)
     assert caught.value.__cause__ is not None
     assert "module:Class" in caught.value.remedy
@@ -270,15 +269,15 @@ def test_what_cannot_be_imported_is_refused_with_how_to_write_it(address: str) -
 
 @pytest.mark.usefixtures("plugin")
 @pytest.mark.parametrize(
-    "address", ["outrider_plugin:function", "outrider_plugin:number", "json:dumps", "outrider.propose.method:Method"]
+    "address", ["outrider_plugin:function", "outrider_plugin:number", "json:dumps", "outrider.propose.settings:Method"]
 )
 def test_an_address_of_something_that_is_no_method_is_refused(address: str) -> None:
-    before = methods.names()
+    before = settings.names()
     with pytest.raises(InvalidParameterError) as caught:
-        methods.load(address)
+        settings.load(address)
     assert (caught.value.field, caught.value.value) == ("method", address)
-    assert "outrider.propose.method.Method" in caught.value.remedy
-    assert methods.names() == before
+    assert "outrider.propose.settings.Method" in caught.value.remedy
+    assert settings.names() == before
 
 
 # -- brought by an installed package -----------------------------------------------------------------------------------
@@ -286,7 +285,7 @@ def test_an_address_of_something_that_is_no_method_is_refused(address: str) -> N
 
 @pytest.mark.usefixtures("plugin")
 def test_an_installed_package_brings_a_method() -> None:
-    assert "mine" in methods.names()
+    assert "mine" in settings.names()
     config = SpeculationConfig.of({"method": "mine", "size": 4})
     assert config.name == "mine"
     assert SpeculationConfig.of(config.as_mapping()) == config
@@ -298,9 +297,9 @@ def test_an_installed_package_brings_a_method() -> None:
 
 @pytest.mark.usefixtures("plugin")
 def test_naming_plugins_does_not_load_them() -> None:
-    methods.names()
+    settings.names()
     with pytest.raises(InvalidParameterError):
-        methods.find("no_such_method_at_all")
+        settings.find("no_such_method_at_all")
     assert "outrider_plugin" not in sys.modules
 
 
@@ -308,7 +307,7 @@ def test_naming_plugins_does_not_load_them() -> None:
 @pytest.mark.parametrize("name", ["absent", "nowhere", "broken", "garbled"])
 def test_a_plugin_that_cannot_be_loaded_is_a_proposer_error(name: str) -> None:
     for ask in (
-        lambda: methods.find(name),
+        lambda: settings.find(name),
         lambda: SpeculationConfig(method=name),
         lambda: SpeculationConfig.of({"method": name}),
     ):
@@ -320,14 +319,14 @@ def test_a_plugin_that_cannot_be_loaded_is_a_proposer_error(name: str) -> None:
 @pytest.mark.usefixtures("plugin")
 @pytest.mark.parametrize("name", ["function", "number"])
 def test_a_plugin_that_brings_no_method_is_a_proposer_error(name: str) -> None:
-    with pytest.raises(ProposerError, match=rf"'{name}'.*outrider\.propose\.method\.Method"):
-        methods.find(name)
+    with pytest.raises(ProposerError, match=rf"'{name}'.*outrider\.propose\.settings\.Method"):
+        settings.find(name)
 
 
 @pytest.mark.usefixtures("plugin")
 def test_a_plugin_does_not_replace_a_built_in_method() -> None:
-    assert methods.find("ngram") is Ngram
-    assert methods.names().count("ngram") == 1
+    assert settings.find("ngram") is Ngram
+    assert settings.names().count("ngram") == 1
 
 
 @pytest.mark.usefixtures("plugin")
@@ -335,16 +334,16 @@ def test_a_registration_in_this_process_comes_before_a_plugin() -> None:
     class Own(Bigram):
         name: ClassVar[str] = "mine"
 
-    methods.register(Own)
-    assert methods.find("mine") is Own
-    assert methods.names().count("mine") == 1
+    settings.register(Own)
+    assert settings.find("mine") is Own
+    assert settings.names().count("mine") == 1
 
 
 @pytest.mark.by_change("src/outrider/propose/")
 def test_methods_are_imported_only_when_they_are_found() -> None:
     code = (
-        "import sys; from outrider.propose import registry; registry.names();"
-        "print([m for m in ('outrider.propose.methods.draft_model', 'outrider.propose.methods.ngram') if m in sys.modules])"
+        "import sys; from outrider.propose import settings; settings.names();"
+        "print([m for m in ('outrider.propose.draft_model', 'outrider.propose.ngram') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -11,8 +11,8 @@ import pytest
 
 from outrider.cli import options
 from outrider.engine.stats import EngineStats
-from outrider.propose import registry as methods
-from outrider.stats import RequestStats
+from outrider.propose import settings
+from outrider.results import RequestStats
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "reference" / "methods.md").read_text("utf-8")
@@ -32,10 +32,10 @@ def test_the_page_is_what_the_classes_say(maker: ModuleType) -> None:
     assert maker.page() == PAGE, "run: python docs/make_methods.py"
 
 
-@pytest.mark.parametrize("name", sorted(methods._BUILT_IN))
+@pytest.mark.parametrize("name", sorted(settings._BUILT_IN))
 def test_every_setting_of_a_method_has_a_row_with_its_default(maker: ModuleType, name: str) -> None:
     section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
-    kind = methods.find(name)
+    kind = settings.find(name)
     for field, found in kind.model_fields.items():
         (row,) = [line for line in section.split("\n") if line.startswith(f"| `{field}` |")]
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
@@ -56,5 +56,5 @@ def test_every_count_has_a_meaning(kind: type) -> None:
 
 def test_the_help_of_the_commands_names_every_method() -> None:
     (option,) = options.Method.__metadata__
-    for name in methods._BUILT_IN:
+    for name in settings._BUILT_IN:
         assert f"{name} (" in option.help or f"{name}," in option.help, name

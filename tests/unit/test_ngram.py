@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.methods.ngram import NgramProposer
+from outrider.propose.ngram import NgramProposer
 from outrider.verify.noise import KeyedNoise
 from tests.unit.builders import make_sequence
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from outrider.draft import Law
 from outrider.errors import NoiseReuseError
-from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.drawn import Drawn
+from outrider.propose.base import DraftNoise, Drawn, ProposeRequest
 from outrider.verify import noise
 from outrider.verify.noise import Key, KeyedNoise, Stream, gumbel_max, invert_cdf, key_bits, mix_fields, uniform
 from tests.unit.builders import make_sequence

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels import library
-from outrider.kernels.formats.gguf import GGUF_TYPES
-from outrider.kernels.formats.registry import FORMATS, plain
-from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.formats import FORMATS, StoredWeight, plain
+from outrider.kernels.gguf_blocks import GGUF_TYPES
 from outrider.kernels.library import available_sets, kernel_library
 from outrider.kernels.linear import PackedLinear, PackedTransposed, use_packed_linear, use_stock_linear
 from outrider.kernels.packed import PackedWeights

@@ -17,7 +17,7 @@ from outrider.errors import (
     UnsupportedParameterError,
 )
 from outrider.params import CompletionOutput, RequestOutput, SamplingParams, TokenOrigin
-from outrider.stats import RequestStats
+from outrider.results import RequestStats
 
 
 def test_defaults_change_nothing_about_the_models_own_probabilities() -> None:

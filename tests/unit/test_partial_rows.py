@@ -12,7 +12,7 @@ from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
 from outrider.cache.state import KVView
 from outrider.model.batch import Segment
-from outrider.model.partial_rows import PartialChain, PartialRows
+from outrider.model.runner import PartialChain, PartialRows
 
 TABLE = (3, 1, 4)
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.peers import openvino
-from outrider.bench.peers.base import (
+from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, MissingExtraError
+from outrider.lab.peers import openvino
+from outrider.lab.peers.base import (
     TOKEN_SECONDS,
     Peer,
     PeerEngine,
@@ -20,13 +21,13 @@ from outrider.bench.peers.base import (
     PeerModels,
     PeerRequest,
     PeerRun,
+    Worker,
     _deadline,
     build_with,
+    converted_path,
+    gguf_file,
 )
-from outrider.bench.peers.converted import converted_path, gguf_file
-from outrider.bench.peers.known_peers import PEERS, open_peer
-from outrider.bench.peers.worker import Worker
-from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError, MissingExtraError
+from outrider.lab.peers.known import PEERS, open_peer
 
 PLAIN = PeerMode("plain", "plain")
 MODELS = PeerModels("target", None, "float32", 1, Path("unused"))
@@ -70,7 +71,7 @@ class ObedientPeer(Peer):
 
 @pytest.fixture
 def peer(monkeypatch):
-    monkeypatch.setattr("outrider.bench.peers.base.metadata.version", lambda package: "1")
+    monkeypatch.setattr("outrider.lab.peers.base.metadata.version", lambda package: "1")
     with ObedientPeer(MODELS) as found:
         yield found
 
@@ -118,7 +119,7 @@ def test_a_crash_names_the_peer_and_the_next_text_gets_a_new_process(peer):
 
 def test_a_hang_ends_at_the_deadline(peer, monkeypatch):
     write(peer, 1)
-    monkeypatch.setattr("outrider.bench.peers.base.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("outrider.lab.peers.base.ANSWER_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(EngineAnswerError, match=r"obedient: no answer to plain within 0.4 s"):
         write(peer, 4)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from outrider.govern.places import Places, lateness, worths
+from outrider.govern.shadows import Places, lateness, worths
 
 
 def end(places: Places, step: int, batch: set[int], request: int, *, at_length: bool = True) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.measure import load, row_costs
-from outrider.measure.load import Load, LoadWatch
-from outrider.measure.plausible import doubt_about_rows, possible_speedup
-from outrider.measure.row_costs import RowCosts
+from outrider.lab.measure import machine, row_costs
+from outrider.lab.measure.machine import Load, LoadWatch
+from outrider.lab.measure.row_costs import RowCosts
+from outrider.lab.measure.writing import doubt_about_rows, possible_speedup
 
 QUIET, BUSY, UNKNOWN = Load(0.0, 2, 2), Load(1.4, 2, 2), Load(None, 2, 2)
 FLAT = {1: 20.0, 2: 19.0, 8: 19.4, 16: 20.0, 32: 30.0}  # as memory-bound passes are at rest
@@ -98,41 +98,41 @@ def test_the_work_of_another_process_counts_and_ours_does_not(monkeypatch: pytes
     """Both cores work for a second, one of them for us."""
     clock = iter((0.0, 1.0))
     busy, own = iter((100.0, 101.9)), iter((50.0, 50.9))
-    monkeypatch.setattr(load, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(load, "_busy_seconds", lambda: next(busy))
-    monkeypatch.setattr(load, "_own_seconds", lambda: next(own))
-    monkeypatch.setattr(load.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(machine, "_busy_seconds", lambda: next(busy))
+    monkeypatch.setattr(machine, "_own_seconds", lambda: next(own))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
     assert str(LoadWatch().load()) == "other work kept 1.0 of 2 cores busy"
 
 
 def test_our_own_work_is_counted() -> None:
-    before, end = load._own_seconds(), time.process_time() + 0.05
+    before, end = machine._own_seconds(), time.process_time() + 0.05
     while time.process_time() < end:
         pass
-    assert load._own_seconds() - before >= 0.03
+    assert machine._own_seconds() - before >= 0.03
 
 
 def test_processes_that_we_have_started_are_ours() -> None:
     work = "import time\nwhile time.process_time() < .2: pass\nprint(flush=True); input()"
-    before = load._own_seconds()
+    before = machine._own_seconds()
     with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        if not load._children("self"):
+        if not machine._children("self"):
             pytest.skip("this system does not list the processes that one has started")
-        assert load._own_seconds() - before > 0.15
+        assert machine._own_seconds() - before > 0.15
         child.communicate(b"\n")
-    assert load._own_seconds() - before > 0.15
+    assert machine._own_seconds() - before > 0.15
 
 
 def test_a_system_that_does_not_tell_leaves_the_load_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(load, "_STAT", tmp_path / "none")
+    monkeypatch.setattr(machine, "_STAT", tmp_path / "none")
     assert LoadWatch().load().others is None
     assert str(LoadWatch().load()) == "the load of the machine is not known"
 
 
 def test_idle_time_and_guests_do_not_count_as_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ticks = load.os.sysconf("SC_CLK_TCK")
+    ticks = machine.os.sysconf("SC_CLK_TCK")
     (tmp_path / "stat").write_text(f"cpu  {3 * ticks} {ticks} {ticks} {900 * ticks} {50 * ticks} 0 0 {ticks} 77 77\n")
-    monkeypatch.setattr(load, "_STAT", tmp_path / "stat")
-    assert load._busy_seconds() == 6.0
+    monkeypatch.setattr(machine, "_STAT", tmp_path / "stat")
+    assert machine._busy_seconds() == 6.0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise, ProposeRequest, ProposerSequence
-from outrider.propose.methods.prediction import PredictionProposer
+from outrider.propose.ngram import PredictionProposer
 from outrider.verify.noise import KeyedNoise
 from tests.unit.builders import make_sequence
 

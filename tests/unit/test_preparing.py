@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from outrider.engine.hosting.preparing import PreparingThreads
+from outrider.async_llm import PreparingThreads
 from outrider.errors import ClosedError
 
 SECONDS = 30  # after which a test gives up; nothing waits so long

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import Ngram, Suffix
-from outrider.engine.proposing.proposers import MAX_IDLE, ProposerSet
+from outrider.engine.drafting.proposers import MAX_IDLE, ProposerSet
 from outrider.errors import ProposerError
 from outrider.propose.base import Proposer
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.speculation import Members
+from outrider.propose.settings import Members, Method, ProposerContext
 
 
 class Counted(Method):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.library import available_sets, kernels_for
-from outrider.kernels.recurrence import MatrixRows, advance
-from outrider.model.running.function import StateRows
-from outrider.model.running.recurrence import Recurrence
+from outrider.kernels.mixers import MatrixRows, advance
+from outrider.model.running import Recurrence, StateRows
 from tests.kernel_sets import instruction_sets
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from outrider.config import QUANTIZATIONS
 from outrider.errors import InvalidParameterError
-from outrider.kernels.activations import rounded_rows, row_group, unrounded_rows
-from outrider.kernels.formats.registry import FORMATS
+from outrider.kernels.formats import FORMATS
 from outrider.kernels.layout import Operand
 from outrider.kernels.library import available_sets, kernels_for
 from outrider.kernels.linear import use_packed_linear
 from outrider.kernels.packed import PackedWeights, product
-from outrider.kernels.weights import quantise_linears
+from outrider.kernels.weights import quantise_linears, rounded_rows, row_group, unrounded_rows
 from tests.kernel_sets import instruction_sets
 
 needs_kernels = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.formats.registry import FORMATS
+from outrider.kernels.formats import FORMATS
 from outrider.kernels.library import available_sets
 from outrider.kernels.rounding import parts, rounded, unrounded
 from outrider.kernels.weights import quantise_linears

@@ -8,8 +8,7 @@ import torch
 from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
 from outrider.cache.running import Anchor, CellRecord, RunningText
-from outrider.model.running.convolution import Convolution
-from outrider.model.running.function import StateRows
+from outrider.model.running import Convolution, StateRows
 
 
 def record(first: int = 3, tape: tuple[int, ...] = (10, 11, 12, 13, 14)) -> CellRecord:

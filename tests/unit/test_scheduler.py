@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
-from outrider.engine.scheduling.scheduler import Schedule, ScheduledSequence, Scheduler, Turn
+from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler, Turn
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.params import TokenOrigin
-from outrider.propose.speculation import PLAIN, SpeculationConfig
+from outrider.propose.settings import PLAIN, SpeculationConfig
 from tests.unit import builders
 from tests.unit.builders import DRAFTING, Planted, PlantedTree
 

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from outrider.cli.loading import shown_loading
-from outrider.model.loading.reading import Reading, watched_reading
+from outrider.cli.options import shown_loading
+from outrider.loading.gguf.header import Reading, watched_reading
 
 
 @pytest.mark.parametrize("terminal", [True, False])

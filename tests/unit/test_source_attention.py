@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
-from outrider.cache.source import SourceState
+from outrider.cache.state import SourceState
 from outrider.kernels.attention import PassAttention
 from outrider.kernels.library import available_sets, kernels_for
-from outrider.model.backends.pass_rows import pass_rows, source_rows
+from outrider.model.attention import pass_rows, source_rows
 from outrider.model.batch import RaggedBatch, Segment
 
 pytestmark = pytest.mark.skipif(not available_sets(), reason="the kernels are not compiled here: no C compiler at build")

@@ -34,13 +34,20 @@ from outrider import (
     Then,
     TokenRecycling,
 )
-from outrider.config import DTypeName
+from outrider.config import DTypeName, Frozen
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProposerError
-from outrider.propose import registry as methods
+from outrider.propose import settings as methods
 from outrider.propose.base import Proposer
-from outrider.propose.method import RESERVED, Method, ProposerContext
-from outrider.propose.speculation import PLAIN, Member, Members, SpeculationConfig, tree_size
-from outrider.validation import Frozen
+from outrider.propose.settings import (
+    PLAIN,
+    RESERVED,
+    Member,
+    Members,
+    Method,
+    ProposerContext,
+    SpeculationConfig,
+    tree_size,
+)
 from tests.unit.builders import PlantedTree
 
 BUILT_IN: tuple[type[Method], ...] = (

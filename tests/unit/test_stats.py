@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.engine import stats as module
 from outrider.engine.stats import PHASES, EngineStats
-from outrider.stats import RequestStats
+from outrider.results import RequestStats
 
 
 def observed(*drafts: tuple[int, int, int]) -> RequestStats:

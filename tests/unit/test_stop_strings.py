@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import outrider
-from outrider.embedded import default_model
-from outrider.engine.detokenizer import TextStream
-from outrider.engine.stop_strings import StopStrings, stop_strings
+from outrider.config import default_model
+from outrider.engine.text import StopStrings, TextStream, stop_strings
 from outrider.params import TokenOrigin
 
 PACKAGE = str(Path(outrider.__file__).parent)

@@ -7,7 +7,7 @@ from typing import Any
 from outrider.draft import Draft, Law
 from outrider.engine.sequence import Sequence
 from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.methods.suffix import SharedTexts, SuffixProposer
+from outrider.propose.suffix import SharedTexts, SuffixProposer
 from outrider.verify.noise import KeyedNoise
 from tests.unit.builders import make_sequence
 

@@ -14,9 +14,8 @@ from outrider.draft import Draft, Law
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.errors import InvalidParameterError
 from outrider.propose.base import DraftNoise, ObservedRows, ProposeRequest, RowStatus, TopK
-from outrider.propose.methods.successors import SharedSuccessors, Successors
-from outrider.propose.methods.token_recycling import TokenRecyclingProposer
-from outrider.propose.trees.tree import StaticTree
+from outrider.propose.recycling import SharedSuccessors, Successors, TokenRecyclingProposer
+from outrider.propose.tree import StaticTree
 from outrider.verify.noise import KeyedNoise
 from tests.unit.builders import make_sequence
 

@@ -11,8 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli import train
-from outrider.cli.train_options import Training, with_training
+from outrider.lab.cli import train
+from outrider.lab.cli.train import Training, with_training
 
 
 @pytest.mark.parametrize("command", [train.distill, train.medusa, train.blockwise, train.exit_])

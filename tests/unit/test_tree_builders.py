@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.draft import Confidence, Draft, Law
-from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.drawn import Drawn
-from outrider.propose.trees.acceptance import AcceptanceRates, tried
-from outrider.propose.trees.best_first import BestFirstTree
+from outrider.propose.base import DraftNoise, Drawn, ProposeRequest
+from outrider.propose.tree import CHAIN, AcceptanceRates, StaticTree, TreeBuilder, cut, tried
+from outrider.propose.trees.adaptive import AcceptanceProfile, BestFirstTree, FixedPace, Pace, SequoiaTree, best_tree
 from outrider.propose.trees.growth import Growth, add_level
-from outrider.propose.trees.pace import FixedPace, Pace
-from outrider.propose.trees.sequoia import AcceptanceProfile, SequoiaTree, best_tree
-from outrider.propose.trees.tree import CHAIN, StaticTree, TreeBuilder, cut
 from outrider.verify.noise import KeyedNoise
 from tests.unit.builders import make_sequence
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import ClosedError, TrialError
 from outrider.structured import trials
 from outrider.structured.structures import Vocabulary, Written
@@ -174,7 +174,7 @@ def test_without_a_process_nothing_is_followed(
 _ORPHAN = """
 import sys, threading, time
 from transformers import AutoTokenizer
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.structured.structures import Vocabulary, Written
 from outrider.structured.trials import Trials
 tokenizer = AutoTokenizer.from_pretrained(default_model("target"))

@@ -10,12 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from outrider.cache.layer_spec import LayerReach
+from outrider.cache.pool import LayerReach
 from outrider.kernels.triton import attention
-from outrider.kernels.triton.attention import SPLIT, TILE, TritonAttention
-from outrider.kernels.triton.kv_write import write_rows
-from outrider.kernels.triton.row_tiles import RowTiles
-from outrider.model.backends.pass_rows import pass_rows
+from outrider.kernels.triton.attention import SPLIT, TILE, RowTiles, TritonAttention, write_rows
+from outrider.model.attention import pass_rows
 from outrider.model.batch import RaggedBatch, Segment
 from tests.unit.interpreted import DEVICE, even_products
 from tests.unit.test_attention_kernel import BLOCK, defined

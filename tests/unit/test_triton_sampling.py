@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from outrider.draft import Draft, Law
-from outrider.kernels.triton import draws, probabilities
+from outrider.kernels.triton import sampling as draws
+from outrider.kernels.triton import sampling as probabilities
 from outrider.params import SamplingParams
 from outrider.verify import noise
 from outrider.verify.logits import target_probs
@@ -45,7 +46,7 @@ def logits_of(size: int, dtype: torch.dtype) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(61, torch.float64), (probabilities.ENTRIES + 9, torch.float32)])
+@pytest.mark.parametrize(("size", "dtype"), [(61, torch.float64), (probabilities._PROBABILITY_ENTRIES + 9, torch.float32)])
 def test_probabilities_are_the_stock_ones(size: int, dtype: torch.dtype) -> None:
     logits, rows = logits_of(size, dtype), [SamplingParams(**params) for params in PARAMS]
     want = target_probs(logits, rows)
@@ -75,9 +76,9 @@ def test_no_number_of_rows_compiles_the_kernel_anew(count: int, monkeypatch: pyt
 
 
 def test_draws_have_the_noise_of_the_stock_ones() -> None:
-    probs = (torch.randn(40, draws.ENTRIES + 7, dtype=torch.float64) * 4).softmax(-1)
+    probs = (torch.randn(40, draws._DRAW_ENTRIES + 7, dtype=torch.float64) * 4).softmax(-1)
     probs[:, ::3] = 0
-    probs[:20, draws.ENTRIES - 1 :] *= 50
+    probs[:20, draws._DRAW_ENTRIES - 1 :] *= 50
     probs[3, 8:] = 0
     bits = torch.from_numpy(noise.mix_fields(torch.arange(200).view(40, 5).numpy().astype("uint64")))
     there = probs.to(DEVICE), bits.to(DEVICE)
@@ -86,7 +87,7 @@ def test_draws_have_the_noise_of_the_stock_ones() -> None:
 
 
 def test_debts_are_the_stock_ones() -> None:
-    p, q = ((torch.randn(2, 3, draws.ENTRIES + 7, dtype=torch.float64) * 3).softmax(-1).to(DEVICE) for _ in range(2))
+    p, q = ((torch.randn(2, 3, draws._DRAW_ENTRIES + 7, dtype=torch.float64) * 3).softmax(-1).to(DEVICE) for _ in range(2))
     weight = torch.rand(2, 3, dtype=torch.float64).to(DEVICE)
     q[1, 2], weight[1, 2] = p[1, 2], 1.0  # nothing is owed
     assert torch.allclose(draws.owed_mass(p, q, weight), owed_mass(p, q, weight), rtol=1e-12, atol=1e-15)

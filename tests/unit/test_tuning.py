@@ -14,17 +14,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider.cli.tune import _show
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable
-from outrider.measure.figures import Spread
+from outrider.lab.cli.tune import _show
+from outrider.lab.measure.figures import Spread
+from outrider.lab.tune.results import Row, TuningResults, best, recommend
+from outrider.lab.tune.shadow import Shadow, expected_passes
+from outrider.lab.tune.traffic import read_traffic, recorded_traffic
+from outrider.lab.tune.tuner import predict
 from outrider.prompts import PromptEncoder
-from outrider.train.manifest import DataSettings, Manifest, TargetFacts
-from outrider.train.records import Record, write_shard
-from outrider.tuning.prediction import predict
-from outrider.tuning.results import Row, TuningResults, best, recommend
-from outrider.tuning.shadow import Shadow, expected_passes
-from outrider.tuning.traffic import read_traffic, recorded_traffic
+from outrider.records import DataSettings, Manifest, Record, TargetFacts, write_shard
 
 LIMIT, MAX_TOKENS = 64, 16
 FLAT = CostTable(dict.fromkeys((1, 2, 4, 8, 16, 32, 64), 0.1), 0.0, {"draft": {1: 0.005, 64: 0.005}})

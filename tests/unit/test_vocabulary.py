@@ -13,11 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
-from outrider.embedded import default_model
+from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.model.vocabulary import Vocabulary, whole_characters
-from outrider.propose.bridge import SameVocabulary, SharedTokens
-from outrider.propose.vocabulary_report import report
+from outrider.propose.bridge import SameVocabulary, SharedTokens, report
 from tests.model.vocabularies import sentencepiece_like, words_alone
 from tests.unit.builders import make_sequence
 

@@ -1,13 +1,18 @@
-"""The KV tensors behind the block tables."""
+"""The KV tensors behind the block tables, and what one layer keeps of a text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from outrider.kernels.triton.devices import runs_on
+
+# --- The KV tensors behind the block tables.
+
 
 #: Which slots of the pool hold a context: a slice where they are consecutive (read without a copy), else their indices.
 Slots = slice | Tensor
@@ -43,7 +48,7 @@ class KVPool:
         """
         memory = self.memory(layer, keys, values)
         if runs_on(keys.device):
-            from outrider.kernels.triton.kv_write import write_rows  # which imports Triton
+            from outrider.kernels.triton.attention import write_rows  # which imports Triton
 
             write_rows(keys, values, *memory, slot_mapping)
             return memory
@@ -80,3 +85,49 @@ class KVPool:
     def bytes_per_slot(self) -> int:
         """Bytes that one token takes over all layers seen so far."""
         return sum(t[0].numel() * t.element_size() for pair in self._layers.values() for t in pair)
+
+
+# --- LayerSpec: what one layer of a model keeps of a text, and how far back it looks. No torch.
+
+
+class StateKind(StrEnum):
+    """What a layer keeps of a text between two passes."""
+
+    KEYS_AND_VALUES = "keys and values"  # of every token, in a slot of its own
+    RUNNING = "running state"  # one for the whole text, which every token changes
+    CONVOLUTION = "convolution"  # the last few inputs
+    SOURCE = "keys and values of a source"  # of every token that an encoder has read, in a slot of its own
+
+
+@dataclass(frozen=True)
+class LayerReach:
+    """How far back a layer's attention looks.
+
+    Attributes:
+        window: Sliding window in tokens, the row itself included; None for no window.
+        chunk: Chunked attention: rows see only positions of their own chunk of so many tokens; None for no chunks.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer.
+
+    Attributes:
+        type_name: transformers' name for its type.
+        keeps: What it keeps. A layer that attends beside a running state keeps several things.
+        reach: How far its attention looks.
+    """
+
+    type_name: str
+    keeps: frozenset[StateKind] = frozenset({StateKind.KEYS_AND_VALUES})
+    reach: LayerReach = LayerReach()
+
+    @property
+    def forgets_rows(self) -> bool:
+        """Whether rejected rows leave nothing behind. This is so where every token has a slot: then drafts may be trees of
+        any size, and a text may begin with the slots of another text that begins alike."""
+        return self.keeps <= {StateKind.KEYS_AND_VALUES, StateKind.SOURCE}

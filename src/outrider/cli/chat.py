@@ -113,8 +113,7 @@ def _turn(
 
 def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console) -> str:
     """Stream one turn; an interrupt ends it between two steps and keeps what was written so far."""
-    from outrider.cli.endings import ending
-    from outrider.cli.render import Wrapped, write_closing
+    from outrider.cli.render import Wrapped, ending, write_closing
 
     start, written, paper = perf_counter(), "", Wrapped(console)
     stream = llm.stream(llm.chat_prompt(messages), params)

@@ -186,8 +186,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     """One prompt, shown as it is written; closing line on standard error. One that cannot be served raises."""
     from rich.console import Console
 
-    from outrider.cli.endings import ending
-    from outrider.cli.render import legend, members_of, palette, sources, write, write_closing, write_logprobs
+    from outrider.cli.render import ending, legend, members_of, palette, sources, write, write_closing, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     if compare:
@@ -221,8 +220,7 @@ def _batch(
     """Several prompts or samples: a progress bar, then the texts; returns as _answer does."""
     from rich.console import Console
 
-    from outrider.cli.endings import endings
-    from outrider.cli.render import legend, members_of, palette, write, write_closing, write_logprobs
+    from outrider.cli.render import endings, legend, members_of, palette, write, write_closing, write_logprobs
 
     paper = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     if compare:
@@ -268,7 +266,7 @@ def _all_served(llm: LLM, params: SamplingParams, run: _Run, notes: Console) -> 
 
 def _all_whole(llm: LLM, params: SamplingParams, texts: Mapping[str, CompletionOutput], notes: Console) -> bool:
     """Whether no structure was cut off; a warning for each that was, after the name of the text."""
-    from outrider.cli.endings import is_incomplete, warning
+    from outrider.cli.render import is_incomplete, warning
 
     cut = {name: completion for name, completion in texts.items() if is_incomplete(llm, completion, params)}
     for name, completion in cut.items():
@@ -278,7 +276,7 @@ def _all_whole(llm: LLM, params: SamplingParams, texts: Mapping[str, CompletionO
 
 def _spans_of(llm: LLM, completion: CompletionOutput) -> Iterator[tuple[str, str]]:
     """A finished text with the sources of its tokens, replayed token by token and cut where a stop string cut it."""
-    from outrider.engine.detokenizer import TextStream
+    from outrider.engine.text import TextStream
 
     stream = TextStream[str](llm.tokenizer, ())
     for token, origin, member in zip(completion.token_ids, completion.origins, completion.members, strict=True):

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and the objects they stand for."""
+"""Options that several verbs share, the objects they stand for, and what is shown while a model loads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.loading import shown_loading
 from outrider.cli.startup import light_imports
 from outrider.errors import ContradictionError, InvalidParameterError
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
+    from rich.status import Status
 
     from outrider.llm import LLM
-    from outrider.measure.progress import Progress
+    from outrider.loading.gguf.header import ShowReading
+
+# --- Options that several verbs share, and the objects they stand for.
+
 
 Model = Annotated[
     str | None, typer.Argument(help="Local folder or hub id; without one, the embedded default pair.", show_default=False)
@@ -78,10 +82,10 @@ def speculation(
     """A SpeculationConfig from what was given. A draft model without a method is one to choose from. Where only fields of a
     draft were given, these, for the draft model of the embedded pair; None where nothing was."""
     with light_imports():
-        from outrider.propose.auto import Auto
+        from outrider.propose.compositions import Auto
         from outrider.propose.defaults import usual_methods, with_draft_model
-        from outrider.propose.methods.draft_model import DraftModel as Draft
-        from outrider.propose.speculation import SpeculationConfig
+        from outrider.propose.draft_model import DraftModel as Draft
+        from outrider.propose.settings import SpeculationConfig
 
     widths = None if tree is None else _widths(tree)
     changes = {"num_draft_tokens": num_draft_tokens, "rule": rule, "tree": widths}
@@ -105,7 +109,7 @@ def method_settings(text: str) -> dict[str, Any]:
     Raises:
         InvalidParameterError: JSON that is malformed or names no method, or a class that cannot be imported.
     """
-    from outrider.propose import registry
+    from outrider.propose import settings as registry
 
     settings = _json_settings(text) if text.lstrip().startswith("{") else {"method": text}
     if ":" in settings["method"]:
@@ -180,8 +184,8 @@ def wide_pair(model: str | None, method: str | None, draft_model: str | None, dt
     """
     if model is not None:
         raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
-    from outrider.embedded import default_model
-    from outrider.measure.widen import wide_target
+    from outrider.config import default_model
+    from outrider.widen import wide_target
 
     drafts = draft_model is None and method in (None, "draft_model")
     target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
@@ -213,26 +217,61 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
         raise ContradictionError(name, value, "nothing drafts for this model", "Add --method or --draft-model.")
     with shown_loading(console, f"loading {model or 'the embedded pair'}") as show, light_imports():
         from outrider.llm import LLM
-        from outrider.model.loading.reading import watched_reading
+        from outrider.loading.gguf.header import watched_reading
 
         with watched_reading(show):
             return LLM(model, speculation={"method": "draft_model", **changes} if changes else settings, **options)
 
 
+# --- What a terminal shows while a model is loaded: a spinner, and a bar of the bytes of a file that is read.
+
+
 @contextmanager
-def progress(console: Console) -> Iterator[Progress]:
-    """A bar for what is being measured, on a terminal; elsewhere a line every half minute."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
+def shown_loading(console: Console, text: str) -> Iterator[ShowReading]:
+    """Show `text` beside a spinner within the block, and a bar in its place while a file is read.
 
-    from outrider.cli.heartbeat import Heartbeat
-    from outrider.measure.progress import Progress
+    Nothing is shown where the console is no terminal.
 
+    Yields:
+        What is to be told of bytes that have been read.
+    """
     if not console.is_terminal:
-        with Heartbeat(lambda line: console.print(line, markup=False, soft_wrap=True)) as heartbeat:
-            yield Progress(heartbeat.expect, heartbeat.advance)
+        yield lambda done, total: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("", total=1)
-        yield Progress(lambda what, turns: bars.reset(task, description=what, total=turns), lambda: bars.advance(task))
+    with console.status(text) as status:
+        bar = _Bar(console, status, text)
+        try:
+            yield bar.show
+        finally:
+            bar.end()
+
+
+class _Bar:
+    """Takes turns with a spinner, since a console shows one moving thing at a time."""
+
+    def __init__(self, console: Console, status: Status, text: str) -> None:
+        self._console, self._status, self._text = console, status, text
+        self._bars: Progress | None = None
+
+    def show(self, done: int, total: int) -> None:
+        if self._bars is None:
+            self._begin(total)
+        assert self._bars is not None, "it has begun"
+        self._bars.update(self._bars.task_ids[0], completed=done)
+        if done >= total:
+            self.end()
+            self._status.start()
+
+    def end(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _begin(self, total: int) -> None:
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._status.stop()
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, console=self._console, transient=True)
+        self._bars.add_task(self._text, total=total)
+        self._bars.start()

@@ -1,9 +1,10 @@
-"""`outrider serve`: the model behind OpenAI's API."""
+"""`outrider serve`: the model behind OpenAI's API, in one process or as replicas on Ray Serve."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,17 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
-from outrider.cli.replicas import check_replicas, run_replicas
 from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
     from socket import socket
 
+    from outrider.building import Profile
+    from outrider.config import ModelConfig
     from outrider.llm import LLM
-    from outrider.server.records.folder import RecordFolder
+    from outrider.loading.fit import Needs
+    from outrider.server.recorder import RecordFolder
+    from outrider.server.replicas.routing import Machine, Share
+    from outrider.server.requests import ServerSettings
     from outrider.server.service import Service
-    from outrider.server.settings import ServerSettings
-    from outrider.server.tenancy.keys import ApiKeys
+    from outrider.server.tenants import ApiKeys
+
+# --- `outrider serve`: the model behind OpenAI's API.
+
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _STALLED_SECONDS = 60
@@ -184,7 +191,7 @@ def serve(
         place.close()  # Ray Serve opens it again, in a process of its own
         run_replicas(make, replicas, model, settings, loading, limits, keys, drain_seconds=drain_seconds, **address, **tls)
         return
-    from outrider.server.logs import log
+    from outrider.server.errors import log
     from outrider.server.run import serve as run
 
     log("loading", {"model": limits.model_name, "from": model or "the embedded pair"})
@@ -196,10 +203,10 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, RecordFolder 
     options of the command."""
     _check_installed()
     from outrider.server.access import allowed_hosts, allowed_origins
-    from outrider.server.logs import log, write_logs
+    from outrider.server.errors import log, write_logs
+    from outrider.server.requests import ServerSettings
     from outrider.server.run import check_tls, listen
-    from outrider.server.settings import ServerSettings
-    from outrider.server.tenancy.keys import ApiKeys
+    from outrider.server.tenants import ApiKeys
 
     name = given["served_model_name"] or _usual_name(given["model"])
     keys, host = ApiKeys.of(given["api_key_file"]), given["host"]
@@ -238,7 +245,7 @@ def _service(
 ) -> Service:
     """The model, loaded, as the routes see it. With --replicas this runs in the process of each of them."""
     from outrider.async_llm import AsyncLLM
-    from outrider.server.api.allowed import AllowedMethods
+    from outrider.server.requests import AllowedMethods
     from outrider.server.service import Service
 
     llm = _load(model, settings, template, **given)
@@ -255,7 +262,7 @@ def _record_folder(path: Path, keys: ApiKeys) -> RecordFolder:
         ContradictionError: No key allows it.
         InvalidParameterError, StorageError: The folder cannot be had.
     """
-    from outrider.server.records.folder import RecordFolder
+    from outrider.server.recorder import RecordFolder
 
     if not any(keys.record_budgets.values()):
         remedy = "Write record_mib=64, say, behind the keys whose texts may be kept, or leave --record out."
@@ -292,3 +299,133 @@ def _template(path: Path) -> str:
         problem = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
         remedy = "Give a file in UTF-8 that holds a Jinja template."
         raise InvalidParameterError("chat_template", str(path), problem, remedy) from None
+
+
+# --- What `outrider serve --replicas` does beside `outrider serve`: it shares the machine between engines on Ray Serve.
+
+
+_TARGET_SETTINGS = (
+    "dtype",
+    "device",
+    "attention_backend",
+    "max_model_len",
+    "quantization",
+    "activations",
+    "draft_quantization",
+    "batch_invariant",
+)
+
+
+def check_replicas(count: int, stalled_seconds: int | None, record: Path | None) -> None:
+    """Raise where so many replicas cannot be, or not here."""
+    if count < 1:
+        raise InvalidParameterError("replicas", count, "somebody must write", "Use 1 or more, or leave --replicas out.")
+    if stalled_seconds is not None:
+        problem = "with --replicas Ray Serve has the connections, and it knows no such limit"
+        raise ContradictionError("stalled_seconds", stalled_seconds, problem, "Leave one of them out.")
+    if record is not None:
+        problem = "with --replicas several servers would write to one folder"
+        raise ContradictionError("record", str(record), problem, "Leave one of them out.")
+    from importlib.util import find_spec
+
+    if find_spec("ray") is None:
+        remedy = "Install outrider[serve,ray]."
+        raise MissingExtraError("outrider serve --replicas", "the package ray is not installed", remedy)
+
+
+def run_replicas(
+    make: Callable[..., Service],
+    count: int,
+    model: str | None,
+    settings: Any,
+    given: dict[str, Any],
+    limits: ServerSettings,
+    keys: ApiKeys,
+    **how: Any,
+) -> None:
+    """Serve with several engines behind one address.
+
+    Args:
+        make: Makes the service of one replica, in its own process, from the options that say how to load.
+        count: Engines.
+        model: Folder or hub id of the target; None for the embedded pair.
+        settings: Who drafts, as the command's options say.
+        given: Options that say how to load.
+        limits: The server's.
+        keys: Who may ask.
+        how: Address, certificate and time to finish, as `serve_replicas` takes them.
+
+    Raises:
+        ModelError: A checkpoint cannot be used, or the machine is too small for so many.
+    """
+    from outrider.server.errors import log
+
+    log("loading", {"model": limits.model_name, "replicas": count})  # what comes now takes its time
+    from outrider.building import read_profile
+    from outrider.loading.configuration import read_context
+    from outrider.server.replicas.ingress import keep_cluster_local
+    from outrider.server.replicas.routing import check_cluster, own_machine, share, threads_of
+
+    target = _target(model, given)
+    profile, recommended = (None, settings) if given["profile"] is None else read_profile(given["profile"])
+    needed = _needed(target, _draft_model(model, recommended))
+    most_tokens = given["max_num_seqs"] * read_context(target)
+
+    def shared(machines: list[Machine]) -> Share:
+        return share(target.model, needed, count, machines, given["kv_cache_tokens"], most_tokens)
+
+    own, address = own_machine(given["device"]), os.environ.get("RAY_ADDRESS")
+    each = None if address else shared([own])  # before anything starts
+    if address:
+        check_cluster(address)
+    else:
+        keep_cluster_local()
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would tell its makers about this cluster
+    from outrider.server.replicas.run import cluster, cluster_machines, serve_replicas
+
+    with cluster():
+        each = each or shared(cluster_machines())
+        if profile is not None:
+            _say_if_ignored(profile, threads_of(each))
+        ready = partial(make, **{**given, "kv_cache_tokens": each.kv_tokens})
+        slack = max(1, given["max_num_seqs"] // 2)
+        serve_replicas(ready, count, each, limits, keys, slack=slack, **how)
+
+
+def _target(model: str | None, given: dict[str, Any]) -> ModelConfig:
+    """How each replica loads the target."""
+    from outrider.config import ModelConfig, default_model
+
+    return ModelConfig(model=model or default_model("target"), **{name: given[name] for name in _TARGET_SETTINGS})
+
+
+def _needed(target: ModelConfig, draft: str | None) -> list[Needs]:
+    """What the models of one replica take of memory, where that is known."""
+    from outrider.loading.configuration import read_needs
+
+    configs = [target] if draft is None else [target, target.replace(model=draft, max_model_len=None)]
+    return [each for each in map(read_needs, configs) if each is not None]
+
+
+def _say_if_ignored(profile: Profile, threads: str) -> None:
+    """Log a warning where the replicas have another number of threads than the profile. They ignore it then, and their own
+    warnings go to files of Ray that nobody reads."""
+    from outrider.server.errors import log
+
+    if str(profile.identity.threads) != threads.split(",")[0]:
+        facts = {
+            "made_with_threads": profile.identity.threads,
+            "threads_of_a_replica": threads,
+            "remedy": f"Make it with OMP_NUM_THREADS={threads} outrider tune ...",
+        }
+        log("the replicas ignore the profile", facts, logging.WARNING)
+
+
+def _draft_model(model: str | None, settings: Any) -> str | None:
+    """The model that drafts; None where none does."""
+    from outrider.config import default_model
+    from outrider.propose.defaults import SpeculationDefaults
+
+    asked = {"method": "draft_model", **settings} if isinstance(settings, dict) else settings
+    draft = SpeculationDefaults.of(asked, None, default_model("draft") if model is None else None).draft
+    return None if draft is None else draft.model

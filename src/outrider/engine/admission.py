@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.cache.blocks import BlockManager
-from outrider.config import SchedulerConfig
+from outrider.config import NO_OPTIONS, RequestOptions, SchedulerConfig
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
-from outrider.model.loading.loaded_model import LoadedModel
+from outrider.loading.loaded_model import LoadedModel
 from outrider.params import SamplingParams
-from outrider.propose.speculation import SpeculationConfig, tree_size
-from outrider.request_options import NO_OPTIONS, RequestOptions
+from outrider.propose.settings import SpeculationConfig, tree_size
 
 #: How many characters the stop strings of a request may have in all: their automaton takes time and memory for each.
 MAX_STOP_CHARACTERS = 100_000

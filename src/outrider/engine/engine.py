@@ -10,45 +10,33 @@ from itertools import count
 from time import perf_counter
 from typing import Any
 
-from outrider.config import SchedulerConfig
-from outrider.engine import integrity
+from outrider.config import NO_OPTIONS, RequestOptions, SchedulerConfig
 from outrider.engine.admission import bad_word_ids, check_request
 from outrider.engine.committing import Committing
-from outrider.engine.detokenizer import TextStream
+from outrider.engine.drafting import drafting
+from outrider.engine.drafting.calibration import ExperienceFiles, calibrate
+from outrider.engine.drafting.choosing import Governing
+from outrider.engine.drafting.drafting import StepDraft, prefill_all, propose_all
+from outrider.engine.drafting.proposers import Drafters, ProposerSet, TreeBuilders
 from outrider.engine.failures import REMEDIES, Failures
-from outrider.engine.proposing import observation
-from outrider.engine.proposing.calibration import calibrate
-from outrider.engine.proposing.drafters import Drafters
-from outrider.engine.proposing.drafting import StepDraft, prefill_all, propose_all
-from outrider.engine.proposing.experience import ExperienceFiles
-from outrider.engine.proposing.governing import Governing
-from outrider.engine.proposing.proposers import ProposerSet
-from outrider.engine.proposing.tree_builders import TreeBuilders
-from outrider.engine.scheduling.scheduler import Schedule, Scheduler
-from outrider.engine.segments import segment_of
+from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.engine.stats import EngineStats
+from outrider.engine.text import TextStream
 from outrider.engine.verification import Judged, Verification
-from outrider.errors import (
-    EngineBusyError,
-    EngineStalledError,
-    ForwardError,
-    StepAbortedError,
-)
+from outrider.errors import EngineBusyError, EngineStalledError, ForwardError, StepAbortedError
 from outrider.govern.costs import StepTimes
 from outrider.model.batch import Segment
-from outrider.model.pass_costs import measure_passes
+from outrider.model.memory import measure_passes
 from outrider.model.resumed_forward import TargetPass
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams, TokenOrigin
 from outrider.propose.base import Proposer
 from outrider.propose.compositions import parts_of
-from outrider.propose.method import Method
-from outrider.propose.methods.draft_model import DraftModelProposer
-from outrider.propose.speculation import SpeculationConfig
-from outrider.propose.trees.pace import Pace
-from outrider.request_options import NO_OPTIONS, RequestOptions
-from outrider.stats import RequestStats
+from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.settings import Method, SpeculationConfig
+from outrider.propose.trees.adaptive import Pace
+from outrider.results import RequestStats
 from outrider.structured.grammar import GrammarCompiler, GrammarState
 from outrider.verify.noise import KeyedNoise, NoiseSource
 
@@ -342,11 +330,11 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError where the books disagree; for tests, between two steps."""
-        integrity.check_integrity(self.scheduler, self.runner, self.proposers)
+        check_integrity(self.scheduler, self.runner, self.proposers)
 
     def check_rest(self) -> None:
         """Raise AssertionError where an engine without work still holds something of a text that has ended."""
-        integrity.check_rest(self.scheduler, self.runner, self.proposers)
+        check_rest(self.scheduler, self.runner, self.proposers)
 
     def rebuild(self, requests: Iterable[Request], error: BaseException) -> None:
         """Begin anew where a fault has left the books wrong: over the same weights, with an empty memory and new proposers.
@@ -421,7 +409,7 @@ class Engine:
             return None
         try:
             kvs = [item.seq.view.kv for item in plan.items]
-            out = self._target_pass.forward(segments, kvs, observation.aux_layers(plan.items))
+            out = self._target_pass.forward(segments, kvs, drafting.aux_layers(plan.items))
         except Exception as error:
             logger.exception("the target's forward pass failed")
             for request in {item.seq.request.request_id: item.seq.request for item in plan.items}.values():
@@ -459,3 +447,50 @@ def _decode_token(tokenizer: Any | None, token_id: int) -> str | None:
 def _may_fork(seq: Sequence) -> bool:
     """Whether the other samples of its request can start from it."""
     return not seq.forked and seq.num_missing == 1
+
+
+# --- Maps sequences to their rows in a pass.
+
+
+def segment_of(item: ScheduledSequence, step: StepDraft) -> Segment:
+    """Rows of one sequence: committed tokens, then the draft behind the last of them, then scratch rows."""
+    seq, draft = item.seq, step.draft
+    start = seq.state.num_computed
+    stop = start + item.num_rows
+    parents = None
+    if not draft.rows_are_chain:  # row 0 is the last committed token, node i is row i + 1
+        parents = (-1, *(parent + 1 for parent in draft.row_parents))
+    needed = drafting.requirements(item)
+    first_logit = item.num_rows - 1 if item.completes else item.num_rows
+    if any(n.target_top_k and n.needs_uncached_prompt for n in needed) or (
+        seq.index == 0 and seq.request.params.prompt_logprobs is not None
+    ):
+        first_logit = 0
+    last_logit = None if any(n.target_top_k for n in needed) else item.num_rows + len(draft)
+    rows = (*seq.token_ids[start:stop], *draft.row_token_ids)
+    return Segment.of(seq.state, rows, start, parents, first_logit, last_logit, certain=stop)
+
+
+# --- Checks that the engine's bookkeeping is consistent: running and waiting sequences, blocks and proposers.
+
+
+def check_integrity(scheduler: Scheduler, runner: ModelRunner, proposers: ProposerSet) -> None:
+    """Raise AssertionError where the books disagree; between two steps."""
+    running, waiting = scheduler.running, scheduler.waiting
+    assert all(seq.status is Status.RUNNING for seq in running), "a finished sequence still runs"
+    assert all(seq.status is Status.WAITING for seq in waiting), "a finished sequence still waits"
+    assert not any(seq.state.block_table for seq in waiting), "a waiting sequence holds blocks"
+    runner.memory.check_integrity([seq.state for seq in running])
+    for proposer in proposers:
+        proposer.check_integrity()
+
+
+def check_rest(scheduler: Scheduler, runner: ModelRunner, proposers: ProposerSet) -> None:
+    """Raise AssertionError where an engine without work still holds something of a text that has ended."""
+    check_integrity(scheduler, runner, proposers)
+    blocks, num_users = runner.blocks, sum(proposers.num_users.values())
+    assert not scheduler.has_work, "texts are still written or wait"
+    assert blocks.num_free == blocks.num_blocks, f"{blocks.num_blocks - blocks.num_free} blocks are still held"
+    assert not num_users, f"proposers are still in use by {num_users} texts"
+    for proposer in proposers:
+        proposer.check_rest()

@@ -1,23 +1,32 @@
-"""Request and Sequence: all state of a text that is being written. No torch."""
+"""The state of a text that is being written: request, samples, drafters, and what its caller gets. No torch."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import perf_counter
 
 from outrider.cache.state import KVView, SequenceState
-from outrider.engine.detokenizer import TextStream
-from outrider.engine.proposing.drafter import Drafter
+from outrider.config import NO_OPTIONS, RequestOptions
+from outrider.engine.text import TextStream
 from outrider.errors import OutriderError
-from outrider.params import FinishReason, PositionLogprobs, SamplingParams, StreamPiece, TokenOrigin
-from outrider.propose.base import ProposerSequence, Tokens
-from outrider.propose.method import Method, same_method
-from outrider.propose.speculation import SpeculationConfig
-from outrider.request_options import NO_OPTIONS, RequestOptions
-from outrider.stats import RequestStats
+from outrider.params import (
+    CompletionOutput,
+    FinishReason,
+    PositionLogprobs,
+    RequestOutput,
+    SamplingParams,
+    StreamPiece,
+    TokenOrigin,
+)
+from outrider.propose.base import Proposer, ProposerSequence, Requirements, Tokens
+from outrider.propose.settings import Method, SpeculationConfig, same_method
+from outrider.results import RequestStats, RoundTrace
 from outrider.structured.grammar import GrammarState
-from outrider.trace import RoundTrace
 from outrider.verify.processing import Processing
+
+# --- Request and Sequence: all state of a text that is being written. No torch.
 
 
 class Status(Enum):
@@ -214,3 +223,172 @@ class Sequence:
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.text.finish()
+
+
+# --- Builds what callers get: finished completions, and the pieces of a stream.
+
+
+def request_output(request: Request) -> RequestOutput:
+    """What a finished request came to, or its error."""
+    outputs = () if request.error is not None else tuple(completion(seq) for seq in request.sequences)
+    scores = _prompt_logprobs(request)
+    return RequestOutput(request.request_id, request.prompt, request.given_token_ids, outputs, request.error, scores)
+
+
+def completion(seq: Sequence) -> CompletionOutput:
+    """What a finished sequence came to."""
+    assert seq.finish_reason is not None
+    return CompletionOutput(
+        index=seq.index,
+        text=seq.text.text,
+        token_ids=tuple(seq.output_token_ids),
+        origins=tuple(seq.origins),
+        members=tuple(seq.members),
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        stats=seq.stats.copy(),
+        logprobs=_logprobs(seq, 0),
+        rounds=tuple(seq.rounds) if seq.request.options.trace else None,
+        texts=tuple(seq.text.texts()) if seq.request.options.trace else None,
+    )
+
+
+def piece(seq: Sequence, before: int) -> StreamPiece:
+    """What a step added to a text that had `before` output tokens."""
+    released = seq.text.release()
+    return StreamPiece(
+        index=seq.index,
+        text="".join(text for text, _ in released),
+        spans=tuple((text, origin) for text, (origin, _) in released),
+        span_members=tuple(member for _, (_, member) in released),
+        token_ids=tuple(seq.output_token_ids[before:]),
+        origins=tuple(seq.origins[before:]),
+        output=completion(seq) if seq.status is Status.FINISHED else None,
+        logprobs=_logprobs(seq, before),
+        prompt_logprobs=_prompt_logprobs(seq.request) if before == 0 else None,
+    )
+
+
+def _prompt_logprobs(request: Request) -> tuple[PositionLogprobs | None, ...] | None:
+    return None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
+
+
+def _logprobs(seq: Sequence, start: int) -> tuple[PositionLogprobs, ...] | None:
+    """Of the output tokens from `start` on; None where nobody asked."""
+    return None if seq.request.params.logprobs is None else tuple(seq.logprobs[start:])
+
+
+# --- Circuit breaker for proposers: one that brings nothing but faults is switched off for a while. No torch.
+
+
+#: Steps in a row in which a proposer brought nothing but faults, after which it is switched off.
+PATIENCE = 8
+#: Steps for which it is switched off at first. Each time that its next try fails too, they double.
+FIRST_PAUSE = 256
+
+
+@dataclass
+class ProposerBreaker:
+    """Counts the faults of one proposer over all its sequences, and switches it off for a number of steps.
+
+    A step counts against it only where every request that it worked for met a fault, so that a single request that makes it
+    stumble does not take it from all others.
+
+    Attributes:
+        num_faults: Requests that met a fault, step by step.
+        num_pauses: How often it was switched off.
+    """
+
+    num_faults: int = 0
+    num_pauses: int = 0
+    _served: set[int] = field(default_factory=set)
+    _failed: set[int] = field(default_factory=set)
+    _num_bad_steps: int = 0
+    _on_trial: bool = False
+    _next_pause: int = FIRST_PAUSE
+    _steps_left: int = 0
+
+    @property
+    def steps_left(self) -> int:
+        """For how many steps more it is switched off."""
+        return self._steps_left
+
+    def served(self, request_id: int) -> None:
+        """It was asked for a draft in this step."""
+        self._served.add(request_id)
+
+    def failed(self, request_id: int) -> None:
+        """It brought a request nothing but a fault."""
+        self._failed.add(request_id)
+
+    def end_step(self) -> bool:
+        """The step is over; returns whether it is switched off from now on."""
+        if self._steps_left:
+            self._steps_left -= 1
+            self._on_trial = not self._steps_left
+            return False
+        sound, failed = self._served - self._failed, self._failed
+        self.num_faults += len(failed)
+        self._served, self._failed = set(), set()
+        if sound:
+            self._num_bad_steps, self._on_trial, self._next_pause = 0, False, FIRST_PAUSE
+        elif failed:
+            self._num_bad_steps += 1
+        if not failed or (self._num_bad_steps < PATIENCE and not (self._on_trial and not sound)):
+            return False
+        self._steps_left, self._next_pause = self._next_pause, 2 * self._next_pause
+        self._num_bad_steps, self._on_trial = 0, False
+        self.num_pauses += 1
+        return True
+
+
+# --- The state of one proposer for one sequence.
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Drafter:
+    """How a proposer stands with a sequence. A sequence may have several, each with its own faults.
+
+    Attributes:
+        index: Its number among those that the sequence has had, from 0; part of the keys of its shadows.
+        method: Its settings.
+        proposer: Shared with other sequences that ask for the same method.
+        requires: What it wants to be shown, as it said when it was first used; what it says later changes nothing.
+        breaker: The circuit breaker of the proposer, shared by all its sequences.
+        demoted: A fault has happened; from then on its drafts are verified as opaque.
+        num_faults: How many.
+        last_round: Verify pass of the sequence in which it was last asked.
+    """
+
+    index: int
+    method: Method
+    proposer: Proposer
+    requires: Requirements | None = None
+    breaker: ProposerBreaker = field(default_factory=ProposerBreaker)
+    demoted: bool = False
+    num_faults: int = 0
+    last_round: int = 0
+
+    def report_fault(self, request_id: int, problem: str, *, useless: bool = True) -> None:
+        """Count a fault and stop believing what the proposer says of its laws, for the rest of this sequence.
+
+        Args:
+            request_id: Whose sequence it is.
+            problem: What happened.
+            useless: Whether nothing of its draft is left. A proposer that brings only such faults is switched off.
+        """
+        self.num_faults += 1
+        self.demoted = True
+        if useless:
+            self.breaker.failed(request_id)
+        self._log(request_id, problem)
+
+    def report_inner_fault(self, request_id: int, problem: str) -> None:
+        """A proposer inside this one had a fault, which says nothing about the drafts of this one."""
+        self._log(request_id, problem)
+
+    def _log(self, request_id: int, problem: str) -> None:
+        logger.warning("method %s, request %d: %s", self.method.name, request_id, problem)

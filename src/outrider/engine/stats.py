@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from outrider.stats import RequestStats
+from outrider.results import RequestStats
 
 PHASES = ("schedule", "propose", "forward", "verify", "commit")
 

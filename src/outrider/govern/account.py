@@ -1,12 +1,14 @@
-"""Pays for steps from what trials may cost: before they begin as if no draft token stood, and afterwards what they took."""
+"""What speculation may lose against plain decoding: steps and trials are paid from a bucket of seconds."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 
 from outrider.govern.costs import CostModel, StepTimes, StepWork
-from outrider.govern.purse import Purse
+
+# --- Pays for steps from what trials may cost: before they begin as if no draft token stood, and afterwards what they took.
 
 
 @dataclass
@@ -88,3 +90,145 @@ class Account:
         self._purse.spend(costs.most_longer(work) - self._open.longer)
         self._purse.end_step(times.total, costs.step_seconds(work.texts, work.context))
         self._open = None
+
+
+# --- What trials may cost: a token bucket of seconds that speculation may lose against plain decoding.
+#
+# A hundredth of the time is earned, and little of it is saved up. What a step costs beyond a plain one is paid for
+# before it begins, as if no draft token stood. What its tokens would have taken plainly comes back afterwards. So in
+# any stretch of time the loss is at most what was saved up and a hundredth of the stretch.
+
+
+#: The share of the time that speculation may lose, and the seconds of it that are saved up.
+SHARE, MOST_SAVED = 0.01, 0.08
+#: The share of a plain step that is saved up where this is more.
+_OF_PLAIN = 0.8
+
+
+class Purse:
+    """Seconds that may be lost.
+
+    A target whose plain steps take long could hardly pay for a draft. It saves up a part of such a step.
+
+    Args:
+        plain: Seconds of a plain step.
+
+    Attributes:
+        most: Seconds that are saved up at most.
+    """
+
+    def __init__(self, plain: float) -> None:
+        self.most = max(MOST_SAVED, _OF_PLAIN * plain)
+        self._saved, self._spent = self.most, 0.0
+
+    @property
+    def left(self) -> float:
+        """Seconds that may be lost now."""
+        return self._saved - self._spent
+
+    def affords(self, seconds: float) -> bool:
+        """Whether so much may be lost; nothing may always."""
+        return seconds <= 0.0 or seconds <= self.left
+
+    def spend(self, seconds: float) -> None:
+        """So much is lost by the step under way, or won where it is negative."""
+        self._spent += seconds
+
+    def end_step(self, seconds: float, plain: float) -> None:
+        """A step has ended. No more is owed than may be saved up: where the machine paused in a trial, drafts are tried
+        again within seconds.
+
+        Args:
+            seconds: That it took.
+            plain: That a plain one takes.
+        """
+        self.most = max(MOST_SAVED, _OF_PLAIN * plain)
+        self._saved, self._spent = max(min(self.left + SHARE * seconds, self.most), -self.most), 0.0
+
+
+# --- What is learnt and held for one number of texts behind contexts of one length, apart from all others.
+#
+# What rows and drafts cost beside sixteen texts says little of one text alone, and a pause that drafting takes there
+# must not last when they have gone.
+
+
+#: Changes between drafting and not within so many steps that count as going to and fro, and for how long experience of
+#: longer standing decides then; twice as long each time it happens again.
+_FLIPS, _FLIP_WINDOW, _STEADY_STEPS = 4, 256, 512
+#: Contexts up to so many tokens a text are of one length; each further length reaches four times as far.
+_SHORT = 1024
+#: Numbers of texts and lengths of which something is remembered; those unused for longest are forgotten.
+_MOST_STANDINGS = 64
+
+
+@dataclass
+class Standing:
+    """What holds at one number of texts.
+
+    Attributes:
+        costs: What steps take there.
+        gain: By which factor the last plan was expected to beat plain decoding.
+        speed: Tokens that a text which drafts in it was expected to write in a step.
+        was_on: Whether that plan drafted for at least half of the texts; None before the first one.
+        longer_every: Drafts between two of which one is longer by a token.
+        plain_due: Whether the next step is to be plain, to be measured.
+        steady_until: The step up to which experience of longer standing decides.
+    """
+
+    costs: CostModel
+    gain: float = 1.0
+    speed: float = 1.0
+    was_on: bool | None = None
+    longer_every: int = 0
+    plain_due: bool = False
+    steady_until: int = 0
+    _flips: deque[int] = field(default_factory=lambda: deque(maxlen=_FLIPS))
+    _steady_steps: int = _STEADY_STEPS
+
+    def note_plan(self, step: int, *, is_on: bool) -> None:
+        """A plan was made. Where drafting goes on and off again and again, experience of longer standing decides for a
+        while."""
+        if self.was_on is not None and is_on != self.was_on:
+            self._flips.append(step)
+            if len(self._flips) == _FLIPS and step - self._flips[0] <= _FLIP_WINDOW:
+                self.steady_until = step + self._steady_steps
+                self._steady_steps *= 2
+                self._flips.clear()
+        self.was_on = is_on
+        if step - self.steady_until > 4 * _STEADY_STEPS:
+            self._steady_steps = _STEADY_STEPS
+
+
+class Standings:
+    """Finds what holds for a batch. Each number of texts begins with what was calibrated. Contexts of another length begin
+    with what was learnt for as many texts, believed less.
+
+    Args:
+        begun: What is known of costs before any step.
+    """
+
+    def __init__(self, begun: CostModel) -> None:
+        self._begun = begun
+        self._known: dict[tuple[int, int], Standing] = {}
+
+    def of(self, num_texts: int, context: int) -> Standing:
+        """What holds for so many texts with so many tokens, all together."""
+        texts, length = max(num_texts - 1, 0).bit_length(), _length(context // max(num_texts, 1))
+        found = self._known.pop((texts, length), None) or self._new(texts, length)
+        self._known[texts, length] = found  # the most recently used come last
+        if len(self._known) > _MOST_STANDINGS:
+            del self._known[next(iter(self._known))]
+        return found
+
+    def _new(self, texts: int, length: int) -> Standing:
+        near = [key for key in self._known if key[0] == texts]
+        if not near:
+            return Standing(deepcopy(self._begun))
+        found = deepcopy(self._known[min(near, key=lambda key: abs(key[1] - length))])
+        found.costs.doubt()
+        return found
+
+
+def _length(context: int) -> int:
+    """Which of the lengths a context has: 0 is short, and each further one is four times as long."""
+    return ((context // _SHORT).bit_length() + 1) // 2

@@ -2,12 +2,234 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from operator import mul, sub
 
-from outrider.govern.acceptance import Experience
-from outrider.govern.composites import Composite
+from outrider.govern.acceptance import Experience, Outlook
 from outrider.govern.costs import DraftWork, StepWork
+
+# --- Candidates that several members draft for together, and what is expected of them by what is known of each member.
+
+
+#: Share of the past that each further outcome leaves, and what is believed before any of them and how much it weighs.
+_KEPT, _PRIOR, _PRIOR_WEIGHT = 0.99, 0.5, 2.0
+
+#: Numbers of rows for which it is computed what is expected; between them it lies on a line. Planning takes time.
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+@dataclass(frozen=True)
+class Together:
+    """How members draft together: all from the same place, or one behind the other.
+
+    Attributes:
+        parts: Names of members, or further groups, in the order of their turns.
+        in_line: Whether each goes on behind the ones before it.
+    """
+
+    parts: tuple[str | Together, ...]
+    in_line: bool
+
+    @cached_property
+    def members(self) -> tuple[str, ...]:
+        """Names of all members in the order of their turns."""
+        return tuple(name for part in self.parts for name in ((part,) if isinstance(part, str) else part.members))
+
+
+@dataclass(frozen=True)
+class Composite:
+    """How a candidate is made of members.
+
+    Attributes:
+        together: How they draft.
+        shares: Rows of each member, in the order of their turns, where the candidate has so many.
+    """
+
+    together: Together
+    shares: Callable[[int], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a composite.
+
+    Attributes:
+        outlook: By row, as for a method alone: what each further row adds to the text.
+        levels: For each number of rows, the members that draft and how many tokens each of them does.
+    """
+
+    outlook: Outlook
+    levels: tuple[tuple[tuple[str, int], ...], ...]
+
+
+class Differences:
+    """Learns how often one member of a group stands where another does not.
+
+    Members are right in easy places, so that what they bring together lies between the better one alone and what they would
+    bring if they did not depend on each other.
+    """
+
+    def __init__(self) -> None:
+        self._gained = _PRIOR * _PRIOR_WEIGHT
+        self._possible = _PRIOR_WEIGHT
+
+    @property
+    def share(self) -> float:
+        """Where between the two, 0 to 1."""
+        return min(max(self._gained / self._possible, 0.0), 1.0)
+
+    def observe(self, chances: Sequence[float], *, stood: bool) -> None:
+        """Members with these chances proposed a token at one place, and one of their tokens stood or none did."""
+        best = max(chances)
+        possible = _any(chances) - best
+        self._gained = _KEPT * self._gained + (stood - best)
+        self._possible = _KEPT * self._possible + possible
+
+
+def forecast(
+    composite: Composite, outlooks: Mapping[str, Outlook], lookups: Collection[str], longest: int, share: float
+) -> Forecast:
+    """What is expected of a composite with 1 to `longest` rows.
+
+    Args:
+        composite: Of members.
+        outlooks: Of each member.
+        lookups: Members whose unused rows go to those behind them.
+        longest: Most rows.
+        share: See `Differences`.
+    """
+    members = composite.together.members
+    alone = {name: _Alone(outlooks[name], longest) for name in members}
+    sizes = [size for size in _SIZES if size < longest] + [longest]
+    gains, rows, levels = list[float](), list[float](), list[tuple[tuple[str, int], ...]]()
+    brought = used = 0.0
+    for before, size in zip([0, *sizes], sizes, strict=False):
+        granted = _with_spare(members, composite.shares(size), alone, lookups)
+        tokens = sum(_course(composite.together, iter(granted), alone, share).through)
+        now = min(sum(alone[name].offered(own) for name, own in zip(members, granted, strict=True)), size)
+        step = size - before
+        gains += [max(tokens - brought, 1e-6) / step] * step
+        rows += [min(max(now - used, 0.02 * step), step) / step] * step
+        levels += [tuple((name, own) for name, own in zip(members, granted, strict=True) if own)] * step
+        brought, used = max(tokens, brought), max(used, now)
+    return Forecast(_outlook(_falling(gains), rows), tuple(levels))
+
+
+@dataclass(frozen=True)
+class _Course:
+    """How far a text comes in what members draft.
+
+    Attributes:
+        through: Chances that it comes through 1, 2, ... tokens of it.
+        whole: Chances that there are just 0, 1, ... tokens, and that all of them stand.
+    """
+
+    through: list[float]
+    whole: list[float]
+
+
+class _Alone:
+    """How far a text comes in what one member drafts.
+
+    Args:
+        outlook: Of the member.
+        longest: Most rows; what a lookup leaves over may double them.
+    """
+
+    def __init__(self, outlook: Outlook, longest: int) -> None:
+        further = max(0, 2 * longest - len(outlook.stands))
+        reach = list(accumulate([*outlook.stands, *outlook.stands[-1:] * further], mul))
+        exists = list(accumulate([*outlook.exists, *outlook.exists[-1:] * further], min))
+        self._through = list(map(mul, exists, reach))
+        self._ends = list(map(mul, map(sub, [1.0, *exists], exists), [1.0, *reach]))
+        self._open = [1.0, *self._through]
+        self._offered = list(accumulate(exists, initial=0.0))
+
+    def course(self, rows: int) -> _Course:
+        """With so many rows."""
+        return _Course(self._through[:rows], [*self._ends[:rows], self._open[rows]])
+
+    def offered(self, rows: int) -> float:
+        """Tokens that it is expected to offer where it is asked for so many."""
+        return self._offered[rows]
+
+
+def _course(part: str | Together, granted: Iterator[int], alone: Mapping[str, _Alone], share: float) -> _Course:
+    if isinstance(part, str):
+        return alone[part].course(next(granted))
+    courses = [_course(each, granted, alone, share) for each in part.parts]
+    found = courses[0]
+    for other in courses[1:]:
+        found = _behind(found, other) if part.in_line else _beside(found, other, share)
+    return found
+
+
+def _beside(one: _Course, other: _Course, share: float) -> _Course:
+    through = [
+        a + share * (b - a * b) if a > b else b + share * (a - a * b)
+        for a, b in zip(one.through, other.through, strict=False)
+    ]
+    both = len(through)
+    through += one.through[both:] or other.through[both:]
+    if not through:
+        return _Course([], [1.0])
+    return _Course(through, [one.whole[0] * other.whole[0], *[0.0] * (len(through) - 1), through[-1]])
+
+
+def _behind(one: _Course, other: _Course) -> _Course:
+    through = [*one.through, *[0.0] * len(other.through)]
+    whole = [0.0] * (len(one.whole) + len(other.whole) - 1)
+    for size, chance in enumerate(one.whole):
+        if chance > 0.0:
+            for place, reach in enumerate(other.through, size):
+                through[place] += chance * reach
+            for place, reach in enumerate(other.whole, size):
+                whole[place] += chance * reach
+    return _Course(through, whole)
+
+
+def _with_spare(
+    members: Sequence[str], shares: Sequence[int], alone: Mapping[str, _Alone], lookups: Collection[str]
+) -> list[int]:
+    """Rows that each member is expected to have in its turn: its own, and what lookups before it leave over."""
+    granted, spare = list[int](), 0.0
+    for name, own in zip(members, shares, strict=True):
+        rows = round(own + spare)
+        spare = own + spare - alone[name].offered(rows) if name in lookups else 0.0
+        granted.append(rows)
+    return granted
+
+
+def _falling(gains: Sequence[float]) -> list[float]:
+    """Gains of rows of which none brings more than the one before: a row that does so shares its gain with those before it,
+    since it is not to be had without them."""
+    blocks: list[tuple[float, int]] = []
+    for gain in gains:
+        mean, size = gain, 1
+        while blocks and blocks[-1][0] < mean:
+            before, length = blocks.pop()
+            mean, size = (mean * size + before * length) / (size + length), size + length
+        blocks.append((mean, size))
+    return [mean for mean, size in blocks for _ in range(size)]
+
+
+def _outlook(chances: Sequence[float], rows: Sequence[float]) -> Outlook:
+    """An outlook by which each further row brings its chance, and is used as often as is expected."""
+    reaches = [chance / used for chance, used in zip(chances, rows, strict=True)]
+    stands = [reach / before for reach, before in zip(reaches, [1.0, *reaches], strict=False)]
+    return Outlook(stands, list(rows))
+
+
+def _any(chances: Sequence[float]) -> float:
+    """Chance that one of several things happens that do not depend on each other."""
+    return 1.0 - prod(1.0 - chance for chance in chances)
+
+
+# --- Decision.
 
 
 @dataclass(frozen=True)

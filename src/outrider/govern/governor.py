@@ -10,14 +10,11 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from outrider.govern.acceptance import AcceptanceModel, Outlook
-from outrider.govern.account import Account
+from outrider.govern.account import Account, Standings
 from outrider.govern.choice import Chooser, Option, Plan, Reading, Text
-from outrider.govern.composites import Differences, forecast
 from outrider.govern.costs import CostModel, CostTable, StepTimes, StepWork
-from outrider.govern.decision import Candidate, Decision, MemberDraft, Running, most_work
-from outrider.govern.places import Places
-from outrider.govern.shadows import Shadow, Shadows
-from outrider.govern.standing import Standings
+from outrider.govern.decision import Candidate, Decision, Differences, MemberDraft, Running, forecast, most_work
+from outrider.govern.shadows import Places, Shadow, Shadows
 
 #: Steps for which a plan holds while the same requests decode and nothing seems to have changed.
 HOLDS = 4

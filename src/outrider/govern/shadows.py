@@ -1,13 +1,19 @@
-"""Scores of idle methods: which of them are due, and what scoring may take of the time."""
+"""Scores of idle methods: which are due and what scoring may cost; and what a token is worth to a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import log, sqrt
 
 from outrider.govern.account import Account
+from outrider.govern.choice import Plan
 from outrider.govern.costs import CostModel
 from outrider.govern.decision import Candidate, Running
+
+# --- Scores of idle methods: which of them are due, and what scoring may take of the time.
+
 
 #: Share of the time in which idle methods may show what they would be worth. Lookups and models have half of it each where
 #: there are both, so that lookups, of which each is cheap, leave something for models that have much to read. It is down
@@ -160,3 +166,137 @@ def _longest_ago(idle: Idle) -> tuple[int, int]:
 def _least_for_its_wait(idle: Idle) -> tuple[float, int, str]:
     """Texts that are long since scored come first, and of these the ones of which little is to be read."""
     return (idle.cost / (idle.waited + 1), idle.request, idle.method)
+
+
+# --- Places of a batch: whether others take those of texts that end, and what tokens are worth where nobody does.
+#
+# Drafts let texts end at different times. Where others take their places, every token is worth the same. Where nobody
+# does, the texts that are left are written in steps that cost hardly less, and the batch ends with the last of them.
+
+
+#: Ends of texts that are remembered, and as how many ends it weighs that places are taken to stay empty at first.
+_MEMORY, _PRIOR_WEIGHT = 32.0, 2.0
+#: A place that nobody has taken within so many steps is empty.
+_WAITS = 16
+#: A text that would end sooner even if it drafted nothing, by more than this share of what it has to write, surely does.
+_SURE_LEAD = 0.5
+#: The variance of the draft tokens of a text that stand in a step, over their mean.
+_VARIANCE = 0.3
+
+
+class Places:
+    """Learns whether the places of texts that end stay empty, from who decodes in each step."""
+
+    def __init__(self) -> None:
+        self._batch = frozenset[int]()
+        self._vacant = deque[int]()  # the steps in which places were left
+        self._ended = self._empty = 0.0
+
+    @property
+    def stay_empty(self) -> float:
+        """Share of the texts that end at their bound, in a place that nobody takes while others decode."""
+        return (self._empty + _PRIOR_WEIGHT) / (self._ended + _PRIOR_WEIGHT)
+
+    def leave(self, step: int, request: int, *, at_length: bool) -> None:
+        """A text has ended. A text alone tells nothing.
+
+        Args:
+            step: Now.
+            request: Whose.
+            at_length: Whether it has all the tokens that it might have, so that its end could be foreseen.
+        """
+        if request not in self._batch or len(self._batch) == 1:
+            return
+        if at_length:
+            self._vacant.append(step)
+        else:
+            self._count(empty=False)
+
+    def see(self, step: int, requests: Iterable[int]) -> None:
+        """These texts decode in this step."""
+        now = frozenset(requests)
+        if now == self._batch:
+            return
+        while self._vacant and (not now & self._batch or step - self._vacant[0] > _WAITS):
+            self._vacant.popleft()
+            self._count(empty=True)
+        for _ in range(min(len(now - self._batch), len(self._vacant))):
+            self._vacant.popleft()
+            self._count(empty=False)
+        self._batch = now
+
+    def worths(self, running: Sequence[Running], costs: CostModel, speed: float) -> dict[int, float]:
+        """What a token of each text is worth: the same, as far as others take the places of texts that end.
+
+        Args:
+            running: The batch.
+            costs: What steps take.
+            speed: Tokens that a text which drafts is expected to write in a step.
+        """
+        bounds = [each.to_write for each in running if each.to_write is not None]
+        count, context = len(running), sum(each.context for each in running)
+        if len(bounds) < count or count == 1:
+            return {each.request: 1.0 for each in running}
+        found = worths(bounds, lambda texts: costs.step_seconds(texts, context * texts // count), speed)
+        empty = self.stay_empty
+        return {each.request: empty * worth + 1.0 - empty for each, worth in zip(running, found, strict=True)}
+
+    def lateness(self, running: Sequence[Running], plan: Plan, worth: Mapping[int, float]) -> float:
+        """By which share the batch ends later than its texts do on average, as far as nobody takes their places."""
+        bounds = [each.to_write for each in running if each.request in plan.rows and each.to_write is not None]
+        if len(bounds) < 2:
+            return 0.0
+        tokens = 1.0 + (plan.tokens - len(running)) / len(plan.rows)
+        late = lateness([worth[request] for request in plan.rows], tokens, sum(bounds) / len(bounds))
+        return self.stay_empty * late
+
+    def _count(self, *, empty: bool) -> None:
+        keep = 1.0 - 1.0 / _MEMORY
+        self._ended, self._empty = keep * self._ended + 1.0, keep * self._empty + empty
+
+
+def worths(to_write: Sequence[int], seconds: Callable[[int], float], speed: float) -> list[float]:
+    """What a token of each text is worth where all begin and end with the batch, 1 on average.
+
+    A token lets its text end a step sooner, so that one step has a text less. What this saves depends on how many texts are
+    still there: those that end later although they draft and this text does not, as far as a lead is sure to last.
+
+    Args:
+        to_write: Tokens that each text may still write.
+        seconds: Of a plain step of so many texts.
+        speed: Tokens that a text which drafts is expected to write in a step.
+    """
+    known = [0.0, *(seconds(count + 1) for count in range(len(to_write)))]
+    saved = [_between(known, _later(place, to_write, speed)) for place in range(len(to_write))]
+    mean = sum(saved) / len(saved)
+    return [each / mean if mean > 0.0 else 1.0 for each in saved]
+
+
+def lateness(worths: Sequence[float], tokens: float, to_write: float) -> float:
+    """The share of the time by which the last of texts that draft ends later than they do on average, by chance alone.
+
+    It is the largest of several sums of as many independent numbers as there are steps.
+
+    Args:
+        worths: Of a token of each text that drafts.
+        tokens: That a text is expected to gain in a step.
+        to_write: Tokens that a text may still write on average.
+    """
+    alike = sum(worths) ** 2 / max(sum(worth * worth for worth in worths), 1e-9)  # as many texts of equal worth
+    variance = _VARIANCE * max(tokens - 1.0, 0.0)
+    return sqrt(log(max(alike, 1.0)) * variance / (max(tokens, 1.0) * max(to_write, 1.0)))
+
+
+def _later(place: int, to_write: Sequence[int], speed: float) -> float:
+    """How many other texts are expected to end after this one, if they draft and this one does not."""
+    tokens = to_write[place]
+    reach = max(_SURE_LEAD * tokens, 1.0)
+    leads = (other / speed - tokens for other in [*to_write[:place], *to_write[place + 1 :]])
+    return sum(min(max(0.5 + lead / (2.0 * reach), 0.0), 1.0) for lead in leads)
+
+
+def _between(known: Sequence[float], later: float) -> float:
+    """By how much a step of one text more than so many takes longer."""
+    place = min(int(later), len(known) - 2)
+    share, more = later - place, min(place + 2, len(known) - 1)
+    return (1.0 - share) * (known[place + 1] - known[place]) + share * (known[more] - known[more - 1])

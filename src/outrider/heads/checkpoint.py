@@ -1,22 +1,28 @@
-"""Reads and writes checkpoints of heads: weights, configuration, and a witness of the target's hidden states.
-
-All of it is one file of safetensors, which is put in place when it is whole. So a killed process leaves no checkpoint that
-loads and is half of one.
-"""
+"""Checkpoints of heads: reading, writing, checks that they fit a target, and running them beside it."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from outrider.errors import InputError, InvalidParameterError, ModelLoadError
-from outrider.heads.config import HeadsConfig, read_config
-from outrider.heads.networks import HeadNetwork, build_network
+from outrider.errors import HeadMismatchError, InputError, InvalidParameterError, ModelLoadError
+from outrider.heads.networks import HeadNetwork, HeadsConfig, HeadTarget, RowHeadsConfig, build_network, read_config
+from outrider.kernels.library import kernel_library
+from outrider.kernels.linear import packed_for, use_packed_linear
+from outrider.model import hf
+from outrider.model.runner import upcast_logits
+from outrider.model.target import Target
+
+# --- Reads and writes checkpoints of heads: weights, configuration, and a witness of the target's hidden states.
+#
+# All of it is one file of safetensors, which is put in place when it is whole. So a killed process leaves no checkpoint
+# that loads and is half of one.
+
 
 FILE = "heads.safetensors"
 #: Where the file's metadata holds the configuration.
@@ -146,3 +152,167 @@ def _no_heads(folder: Path) -> ModelLoadError:
     if (folder / "config.json").is_file():
         return ModelLoadError(str(folder), "it holds a model and no heads", "Use method='draft_model' for a draft model.")
     return ModelLoadError(str(folder), f"it has no {FILE}", _REMEDY)
+
+
+# --- Checks that heads fit a target.
+#
+# The target's facts and the hidden states that the heads read are noted where heads are made, and compared where they
+# draft.
+
+
+#: How far the hidden states may lie from the witness, as a share of its length. Rounding of weights and passes in bfloat16
+#: or int8 stays far below; other weights, another layer or a forgotten norm lie far above.
+TOLERANCE = 0.25
+
+
+def describe_target(model: Any, name: str) -> HeadTarget:
+    """What heads note of the target that they are made for.
+
+    Args:
+        model: The stock model of transformers.
+        name: Path or hub id, to show.
+    """
+    config = model.config.get_text_config(decoder=True)
+    return HeadTarget(
+        name=name,
+        model_type=str(config.model_type),
+        num_layers=int(config.num_hidden_layers),
+        hidden_size=int(config.hidden_size),
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+    )
+
+
+def take_witness(model: Any, config: HeadsConfig) -> Witness:
+    """What heads note of the hidden states of the target that they are made for.
+
+    Args:
+        model: The stock model of transformers, with its weights in its own modules.
+        config: Of the heads.
+    """
+    tokens = witness_tokens(config.target.vocab_size)
+    features = hf.layer_features(model, tokens[None].to(model.device), config.layer, normed=config.normed)
+    return Witness(tokens, features[0].float().cpu())
+
+
+def check_pairing(folder: str, config: HeadsConfig, witness: Witness, target: Target) -> None:
+    """Raise HeadMismatchError unless heads were made for this target.
+
+    Args:
+        folder: Of the heads, to name.
+        config: What they say of themselves.
+        witness: What they were shown.
+        target: The target.
+    """
+    meant = config.target
+    found = {
+        "model_type": target.model_type,
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "num_layers": target.num_layers,
+    }
+    for field, value in found.items():
+        needed = getattr(meant, field)
+        if needed != value:
+            problem = f"its heads were made for {meant.name!r} with {field}={needed}, and {target.name!r} has {value}"
+            raise HeadMismatchError(folder, problem, "Use heads that were trained for this target.", field, needed, value)
+    distance = _distance(config, witness, target)
+    if not distance <= TOLERANCE:  # NaN is no match either
+        problem = (
+            f"behind layer {config.layer} the hidden states of {target.name!r} differ from those of {meant.name!r}, which "
+            f"its heads were made for, by {distance:.2f} of their length"
+        )
+        raise HeadMismatchError(
+            folder, problem, "Use heads that were trained for these weights.", "features", TOLERANCE, distance
+        )
+
+
+def read_features(config: HeadsConfig, target: Target, hidden: Tensor) -> Tensor:
+    """What heads read, from hidden states of the target.
+
+    Args:
+        config: Of the heads.
+        target: The target.
+        hidden: [n, hidden_size] as the target shows them: rows that came back where the heads read such rows, else what
+            the first layers left.
+
+    Returns:
+        [n, hidden_size]
+    """
+    normed_already = isinstance(config, RowHeadsConfig) and config.layer == target.num_layers
+    return target.norm(hidden) if config.normed and not normed_already else hidden
+
+
+def _distance(config: HeadsConfig, witness: Witness, target: Target) -> float:
+    tokens = witness.token_ids.tolist()
+    if isinstance(config, RowHeadsConfig):
+        hidden = target.run_apart(tokens, aux_layers=(config.layer,)).aux_hidden_states[config.layer]
+    else:
+        target.try_layers(range(config.layer))
+        left = target.run_apart(tokens, layers=range(config.layer)).hidden
+        assert left is not None, "a pass through chosen layers says what they left"
+        hidden = left
+    features = read_features(config, target, hidden).double().cpu()
+    return float((features - witness.features).norm() / witness.features.double().norm())
+
+
+# --- Runs heads beside their target, on our kernels where these compute their products.
+
+
+class RunningHeads:
+    """Heads in the target's dtype, on its device.
+
+    Args:
+        config: Their shape.
+        network: Their layers; taken over.
+        target: The target.
+    """
+
+    def __init__(self, config: HeadsConfig, network: HeadNetwork, target: Target) -> None:
+        self.config = config
+        self._target = target
+        self._network = network.to(target.device, target.dtype)
+        self._rows_dtype = use_kernels(self._network, target)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
+        """What the first heads hold likely.
+
+        Args:
+            hidden: [n, hidden_size] of the target, as it shows them.
+            num_heads: How many heads.
+
+        Returns:
+            Logits [num_heads, n, vocab_size], float32 at least.
+        """
+        features = read_features(self.config, self._target, hidden)
+        return upcast_logits(self._network(features.to(self._rows_dtype), self._target.head, num_heads))
+
+
+def open_heads(folder: str, method: str, target: Target) -> RunningHeads:
+    """Heads from a folder, for a method.
+
+    Raises:
+        InvalidParameterError: No such folder.
+        ModelLoadError: It holds no heads that can be read.
+        HeadMismatchError: They are of another kind, or were made for another target.
+    """
+    config, network, witness = load_heads(folder)
+    if config.method != method:
+        problem = f"its heads are for method={config.method!r}, and method={method!r} was asked for"
+        raise HeadMismatchError(folder, problem, f"Use method={config.method!r}.", "method", config.method, method)
+    check_pairing(folder, config, witness, target)
+    return RunningHeads(config, network, target)
+
+
+def use_kernels(network: nn.Module, target: Target) -> torch.dtype:
+    """Let our kernels compute the products of a head where they can; returns the dtype in which rows are given."""
+    library = kernel_library()
+    if library is not None:
+        use_packed_linear(network, library)
+    if packed_for(network) is None:
+        return target.dtype
+    real = torch.float64 if target.dtype == torch.float64 else torch.float32  # what the kernels multiply and add in
+    for module in network.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.to(real)
+    return real

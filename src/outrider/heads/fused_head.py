@@ -8,20 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from outrider.cache.added_layers import AddedShape
-from outrider.cache.layer_spec import LayerReach
-from outrider.heads.feature_head import features_before
-from outrider.heads.feature_networks import Eagle3Network, FeatureHeadNetwork
+from outrider.cache.memory import AddedShape
+from outrider.cache.pool import LayerReach
+from outrider.heads.checkpoint import use_kernels
+from outrider.heads.eagle import features_before
+from outrider.heads.features import Eagle3Network, FeatureHeadNetwork
 from outrider.heads.formats.published import PublishedHead
-from outrider.heads.placed_network import PlacedNetwork
-from outrider.heads.running import use_kernels
+from outrider.heads.lone import RotaryFactors
+from outrider.heads.placed import PlacedNetwork
 from outrider.kernels.decoder import DecoderKernel, PassRows, rows_without_context
 from outrider.kernels.library import KernelLibrary, kernel_library
-from outrider.model.fused.family import Family
-from outrider.model.fused.layer_builder import activation_of, decoder_layer, decoder_shape, norm_of
-from outrider.model.fused.matrices import Matrices
-from outrider.model.fused.weight_slice import whole
-from outrider.model.lone_layer import RotaryFactors
+from outrider.model.families import Family
+from outrider.model.layer_builder import activation_of, decoder_layer, decoder_shape, norm_of
+from outrider.model.matrices import Matrices, whole
 from outrider.model.runner import upcast_logits
 from outrider.model.target import Target
 

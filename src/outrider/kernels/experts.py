@@ -1,22 +1,25 @@
-"""A feed-forward of experts over packed weights (native/experts.inc).
-
-A router chooses a few experts for each row. The kernels read the weights of an expert once for all rows that have it, and
-the bits of a row do not depend on the rows that share its experts.
-"""
+"""Experts over packed weights: a whole feed-forward, or one projection at a time (native/experts.inc)."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from outrider.kernels.formats.stored import StoredWeight
+from outrider.kernels.formats import StoredWeight, is_plain
 from outrider.kernels.layout import ACTIVATIONS, ExpertsStruct, LinearStruct
 from outrider.kernels.library import KernelLibrary
+from outrider.kernels.linear import packed_product
 from outrider.kernels.packed import PackedWeights
+from outrider.kernels.weights import ExpertStack, entering
+
+# --- A feed-forward of experts over packed weights (native/experts.inc).
+#
+# A router chooses a few experts for each row. The kernels read the weights of an expert once for all rows that have it,
+# and the bits of a row do not depend on the rows that share its experts.
 
 
 @dataclass(frozen=True)
@@ -110,3 +113,86 @@ def _in_turn(first: Tensor, second: Tensor, panel: int) -> Tensor:
 def _out_of_turn(both: Tensor, size: int, panel: int) -> tuple[Tensor, Tensor]:
     runs = both.reshape(-1, 2, panel, *both.shape[1:])
     return runs[:, 0].flatten(0, 1)[:size], runs[:, 1].flatten(0, 1)[:size]
+
+
+# --- The experts of a layer over packed weights, one projection at a time, for models whose other operators are PyTorch's.
+#
+# The weights of an expert are read once for all its rows, and the bits of a row do not depend on these.
+
+
+class PackedStack:
+    """One projection of all experts of a layer.
+
+    The weights move out of the module that holds them.
+
+    Args:
+        library: The kernels of this processor.
+        stack: The projection, on a CPU, in a dtype that the kernels know.
+    """
+
+    def __init__(self, library: KernelLibrary, stack: ExpertStack) -> None:
+        self._stack = stack
+        stored = stack.stored()
+        biases = getattr(stack.module, f"{stack.name}_bias", None)
+        self._experts = [
+            PackedWeights(library, stored.expert(expert), None if biases is None else biases[expert].detach())
+            for expert in range(len(stored.data))
+        ]
+        stack.empty()
+
+    def products(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """[num_rows, in_features] to [num_rows, out_features], with the biases; `experts` [num_rows] is sorted."""
+        return _products(rows, experts, lambda part, expert: packed_product(part, self._experts[expert]))
+
+    def give_back(self) -> None:
+        """Every weight to its module."""
+        self._stack.restore(StoredWeight.of([packed.unpacked() for packed in self._experts], torch.stack))
+
+
+class StoredStack:
+    """The same for weights that are computed as they are stored, where no kernels read these: every pass makes weights of
+    those of the experts that it has chosen.
+
+    Args:
+        stack: The projection, whose weights stay in the module that holds them.
+    """
+
+    def __init__(self, stack: ExpertStack) -> None:
+        self._stored = stack.stored()
+        self._biases = getattr(stack.module, f"{stack.name}_bias", None)
+
+    def products(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """As those of a PackedStack."""
+        return _products(rows, experts, self._product)
+
+    def _product(self, rows: Tensor, expert: int) -> Tensor:
+        stored = self._stored.expert(expert)
+        rounded, dtype = entering(rows, stored)
+        bias = None if self._biases is None else self._biases[expert].to(dtype)
+        return nn.functional.linear(rounded, stored.format.dequantise(stored, dtype), bias).to(rows.dtype)
+
+
+def _products(rows: Tensor, experts: Tensor, product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    found, sizes = torch.unique_consecutive(experts, return_counts=True)
+    parts = zip(torch.split(rows, sizes.tolist()), found.tolist(), strict=True)
+    outputs = [product(part, expert) for part, expert in parts]
+    return torch.cat(outputs) if outputs else product(rows, 0)
+
+
+def pack_stacks(stacks: Iterable[ExpertStack], library: KernelLibrary) -> list[PackedStack]:
+    """Pack those projections that the kernels can compute; modules find them by name in `packed_stacks`."""
+    packed = []
+    for stack in stacks:
+        weight = getattr(stack.module, stack.name)
+        if weight.device.type == "cpu" and is_plain(weight.dtype):
+            packed.append(PackedStack(library, stack))
+            stack.module.__dict__.setdefault("packed_stacks", {})[stack.name] = packed[-1]
+    return packed
+
+
+def unpack_stacks(stacks: Iterable[ExpertStack]) -> None:
+    """Undo `pack_stacks`."""
+    for stack in stacks:
+        packed = stack.module.__dict__.get("packed_stacks", {}).pop(stack.name, None)
+        if packed is not None:
+            packed.give_back()

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.formats.registry import by_name, is_plain, plain, remember
+from outrider.kernels.formats import by_name, is_plain, plain, remember
 from outrider.kernels.layout import FormatCode, Operand
 from outrider.kernels.library import KernelLibrary, kernels_for
-from outrider.kernels.packed import PackedWeights, linear_struct, packed_bytes, product
-from outrider.kernels.pages import release
+from outrider.kernels.packed import PackedWeights, linear_struct, packed_bytes, product, release
 from outrider.kernels.weights import QuantisedLinear, empty_weight, restore_weight, stored_weight
 
 # A custom operator, so that torch.compile and dispatch modes see a single product and not what is inside.

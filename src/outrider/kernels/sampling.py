@@ -38,9 +38,9 @@ def target_probs(
 ) -> Tensor:
     """Probabilities [n, vocab_size], see `outrider.verify.logits.target_probs`. Temperature 0 means a greedy row."""
     if runs_on(logits.device):
-        from outrider.kernels.triton import probabilities  # which imports Triton
+        from outrider.kernels.triton import sampling  # which imports Triton
 
-        return probabilities.target_probs(logits, temperature, top_k, top_p, min_p)
+        return sampling.target_probs(logits, temperature, top_k, top_p, min_p)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_rows, size = logits.shape
     probs = torch.empty(num_rows, size, dtype=logits.dtype)
@@ -73,27 +73,27 @@ def target_probs(
 def race(probs: Tensor, noise: Tensor) -> Tensor:
     """Draw tokens [n] by Gumbel-max: the largest p / -log(u), where each token has a u from the bits [n] of `noise`."""
     if runs_on(probs.device):
-        from outrider.kernels.triton import draws  # which imports Triton
+        from outrider.kernels.triton import sampling  # which imports Triton
 
-        return draws.race(probs, noise)
+        return sampling.race(probs, noise)
     return _drawn("race", probs, noise)
 
 
 def invert(probs: Tensor, noise: Tensor) -> Tensor:
     """Draw tokens [n] by inverting the cumulative distribution, with one uniform number from the bits [n] of `noise`."""
     if runs_on(probs.device):
-        from outrider.kernels.triton import draws  # which imports Triton
+        from outrider.kernels.triton import sampling  # which imports Triton
 
-        return draws.invert(probs, noise)
+        return sampling.invert(probs, noise)
     return _drawn("invert", probs, noise)
 
 
 def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
     """The sums [b, n] of max(weight * target - draft, 0) over rows of probabilities [b, n, vocab_size]."""
     if runs_on(target.device):
-        from outrider.kernels.triton import draws  # which imports Triton
+        from outrider.kernels.triton import sampling  # which imports Triton
 
-        return draws.owed_mass(target, draft, weight)
+        return sampling.owed_mass(target, draft, weight)
     mass = torch.empty(weight.shape, dtype=target.dtype)
     _owed(target, draft, weight, mass, None)
     return mass
@@ -102,9 +102,9 @@ def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
 def owed_probs(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
     """max(weight * target - draft, 0), normalised [b, n, vocab_size]. It is the target where all of it is 0."""
     if runs_on(target.device):
-        from outrider.kernels.triton import draws  # which imports Triton
+        from outrider.kernels.triton import sampling  # which imports Triton
 
-        return draws.owed_probs(target, draft, weight)
+        return sampling.owed_probs(target, draft, weight)
     probs = torch.empty(target.shape, dtype=target.dtype)
     _owed(target, draft, weight, None, probs)
     return probs

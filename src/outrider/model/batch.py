@@ -14,8 +14,7 @@ from torch import Tensor
 
 from outrider.cache.pool import Slots
 from outrider.cache.running import RunningText
-from outrider.cache.source import SourceState
-from outrider.cache.state import KVView, SequenceState
+from outrider.cache.state import KVView, SequenceState, SourceState
 
 
 @dataclass(frozen=True)

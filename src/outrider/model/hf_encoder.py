@@ -11,9 +11,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutput
 
-from outrider.model import hf
-from outrider.model.context import ongoing_context
-from outrider.model.source_pass import SourcePass
+from outrider.loading import hf_modules
+from outrider.model.context import SourcePass, ongoing_context
 
 
 def encode(model: Any, token_ids: Tensor) -> Tensor:
@@ -54,7 +53,7 @@ def distance_biases(model: Any) -> dict[int, Tensor]:
             farthest = int(module.relative_attention_max_distance)
             by_position = module.compute_bias(1, farthest + 1, past_seen_tokens=farthest)  # [1, num_heads, 1, farthest + 1]
             tables[module.layer_idx] = by_position[0, :, 0].flip(-1).contiguous()
-    num_layers = len(hf.decoder_layers(model))
+    num_layers = len(hf_modules.decoder_layers(model))
     return {layer: tables.get(layer, tables[min(tables)]) for layer in range(num_layers)} if tables else {}
 
 

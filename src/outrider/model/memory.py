@@ -1,18 +1,27 @@
-"""Computes how many KV blocks a model gets, and how many running states its prefix cache may keep."""
+"""The memory and the time of a model's passes: how many KV blocks it gets, and how long a pass of n rows takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+import platform
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Self
 
-from outrider.cache.blocks import BlockManager
-from outrider.cache.kept_states import STATE_SPACING, KeptStates
-from outrider.cache.running import MOST_STATES
+import torch
+
+from outrider.cache.blocks import STATE_SPACING, BlockManager, KeptStates
+from outrider.cache.running import MOST_STATES, RunningText
 from outrider.cache.state import SequenceState
 from outrider.config import CacheConfig, SchedulerConfig
 from outrider.errors import ModelTooLargeError
-from outrider.model.loading.available import available_bytes
-from outrider.model.loading.loaded_model import LoadedModel
+from outrider.loading.fit import available_bytes
+from outrider.loading.loaded_model import LoadedModel
+from outrider.model.batch import Segment
+from outrider.model.runner import ModelRunner
+
+# --- Computes how many KV blocks a model gets, and how many running states its prefix cache may keep.
+
 
 #: The part of the memory beside the states of running texts that states of the prefix cache get.
 _STATES_SHARE = 1 / 16
@@ -138,3 +147,160 @@ def _check_fit(
     problem = f"it needs {parts}, and {free / 1e9:.2f} GB of memory are available"
     remedy = f"Use {', '.join([*ways, 'or a machine with more memory'] if ways else ['a machine with more memory'])}."
     raise ModelTooLargeError(loaded.name, problem, remedy, beside.weights, blocks + beside.keys, free, running)
+
+
+# --- Times passes of a model at any place of a long text.
+
+
+#: The rows of a pass that computes context which is not timed.
+_FILLING_ROWS = 512
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, so that a clock that is read afterwards counts all of its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class PassTimer:
+    """A text of arbitrary tokens in a KV memory of its own, whose parts may be computed again and again.
+
+    A token depends on its position alone. So a pass that is timed leaves the keys and values that were there before, and
+    the places may be timed in any order. Running states take the same time whatever their numbers are, and are those that
+    the pass before has left.
+
+    Args:
+        runner: The runner of the model. Its own KV memory is left alone.
+        num_tokens: The length of the text, at most the context of the model.
+    """
+
+    def __init__(self, runner: ModelRunner, num_tokens: int) -> None:
+        self._runner = runner.with_own_memory(num_tokens)
+        self._state = self._runner.memory.room_for(num_tokens)
+        self._running = RunningText(is_arbitrary=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the passes are computed."""
+        return self._runner.loaded.device
+
+    def compute(self, num_tokens: int) -> None:
+        """Compute so many tokens from the beginning of the text, as far as they are not there yet."""
+        while self._state.num_computed < num_tokens:
+            start = self._state.num_computed
+            size = min(_FILLING_ROWS, num_tokens - start)
+            self._runner.forward([self._segment(start, size, size)])
+            self._state.commit(start, range(size))
+
+    def seconds(self, start: int, num_rows: int, *, logits: bool) -> float:
+        """The time of one pass.
+
+        Args:
+            start: The tokens that stand before its rows. They are computed already.
+            num_rows: Its rows.
+            logits: Whether the logits of every row are wanted, as for a draft; otherwise those of the last one, as for the
+                last part of a prompt.
+        """
+        segment = self._segment(start, num_rows, 0 if logits else num_rows - 1)
+        synchronise(self._runner.loaded.device)
+        began = perf_counter()
+        self._runner.forward([segment])
+        synchronise(self._runner.loaded.device)
+        return perf_counter() - began
+
+    def _segment(self, start: int, num_rows: int, logits_from: int) -> Segment:
+        vocab_size = self._runner.loaded.vocab_size
+        tokens = [(7919 * position + 1) % vocab_size for position in range(start, start + num_rows)]
+        segment = Segment.of(self._state, tokens, start, logits_from=logits_from)
+        self._running = self._running.moved_to(start)
+        return replace(segment, running=self._running)
+
+
+# --- Measures how long a pass of n rows takes on this machine, and how much longer behind a context.
+
+
+#: Numbers of rows that are timed.
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+#: Rounds over all sizes; the fastest pass of each counts, since whatever disturbs one makes it longer.
+_ROUNDS = 5
+#: Seconds after which no further round begins.
+_PATIENCE = 5.0
+#: Tokens of the context behind which a row is timed, and seconds that reading it may take.
+_CONTEXT, _READING = 1024, 3.0
+
+
+def sizes_of(runner: ModelRunner) -> list[int]:
+    """The numbers of rows that are timed of a model: those that fit its context."""
+    longest = _longest(runner)
+    return [size for size in SIZES if size <= longest] or [1]
+
+
+def measure_passes(runner: ModelRunner) -> dict[int, float]:
+    """Seconds of a pass of one short text by its number of rows, in a memory apart from that of the texts."""
+    sizes = sizes_of(runner)
+    timer, begun = PassTimer(runner, sizes[-1]), perf_counter()
+    timer.seconds(0, sizes[-1], logits=True)  # the first pass also makes what later ones find made
+    found = dict.fromkeys(sizes, float("inf"))
+    for turn in range(_ROUNDS):
+        if turn and perf_counter() - begun > _PATIENCE:
+            break
+        for size in sizes:
+            found[size] = min(found[size], timer.seconds(0, size, logits=True))
+    return found
+
+
+def measure_context(runner: ModelRunner, passes: dict[int, float]) -> float:
+    """Seconds that a pass takes longer for each token before its rows; 0 where finding out would take too long.
+
+    Args:
+        runner: The model.
+        passes: What its passes take, by rows.
+    """
+    context = min(_CONTEXT, _longest(runner) - 1)
+    if not context or passes[max(passes)] * context / max(passes) > _READING:
+        return 0.0
+    timer = PassTimer(runner, context + 1)
+    timer.compute(context)
+    pairs = [[timer.seconds(start, 1, logits=True) for start in (context, 0)] for _ in range(_ROUNDS)]
+    return max(0.0, min(far for far, _ in pairs) - min(near for _, near in pairs)) / context
+
+
+def _longest(runner: ModelRunner) -> int:
+    return min(runner.loaded.max_model_len, runner.loaded.long_rope_after or runner.loaded.max_model_len)
+
+
+# --- The name of the processor, and of the device that a model lies on.
+
+
+def processor_name() -> str:
+    """The name that the system gives to the processor; empty where it gives none."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text("utf-8").splitlines() if facts.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU that a device is, or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+
+
+def is_mixture(model: Any) -> bool:
+    """Whether a model is a mixture of experts, so that what a token reads and computes depends on the token."""
+    config = model.config.get_text_config()
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def weight_bytes(model: Any) -> int | None:
+    """The bytes of weights that decoding one token reads.
+
+    These are all weights once; the table of input embeddings counts only where it is the output head too. The answer is
+    None for a mixture of experts, where it depends on the token.
+    """
+    if is_mixture(model):
+        return None
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is table
+    weights = {id(w): w for w in model.parameters() if tied or w is not table}
+    return sum(int(w.numel() * w.element_size()) for w in weights.values())

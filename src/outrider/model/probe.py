@@ -10,10 +10,11 @@ from torch import Tensor
 
 from outrider.cache.blocks import BlockManager
 from outrider.cache.state import SequenceState
+from outrider.loading import hf_modules
+from outrider.loading.loaded_model import LoadedModel
 from outrider.model import hf, hf_encoder
-from outrider.model.backends.base import AttentionBackend
+from outrider.model.attention import AttentionBackend
 from outrider.model.batch import Segment
-from outrider.model.loading.loaded_model import LoadedModel
 from outrider.model.memory import TextBytes
 from outrider.model.runner import ModelRunner
 
@@ -50,8 +51,8 @@ class Reference:
 def reference(loaded: LoadedModel) -> Reference:
     """One pass of the stock model over the texts of the probe, and over one of them with another second half beside them: a
     model is read from its file once."""
-    if hf.attends(loaded.model.config):
-        hf.set_attention(loaded.model, hf.stock_attention(loaded.model))
+    if hf_modules.attends(loaded.model.config):
+        hf_modules.set_attention(loaded.model, hf_modules.stock_attention(loaded.model))
     texts = _texts(loaded)
     changed = [*texts[0][:_PROBE_CUT], *((token + 1) % loaded.vocab_size for token in texts[0][_PROBE_CUT:])]
     with hf.noting_layers(loaded.model):
@@ -99,7 +100,7 @@ def _sources(loaded: LoadedModel) -> tuple[list[int] | None, list[int] | None]:
 
 
 def _is_routed(loaded: LoadedModel) -> bool:
-    return bool(hf.expert_stacks(loaded.model))
+    return bool(hf_modules.expert_stacks(loaded.model))
 
 
 def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> TextBytes:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from outrider.cache.state import KVView
-from outrider.model.backends.base import PartialPass
+from outrider.model.attention import PartialPass
 from outrider.model.batch import Segment
-from outrider.model.partial_rows import PartialChain
 from outrider.model.probe import TOLERANCE
-from outrider.model.runner import ForwardOutput, ModelRunner
+from outrider.model.runner import ForwardOutput, ModelRunner, PartialChain
 
 logger = logging.getLogger(__name__)
 

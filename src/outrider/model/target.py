@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.cache.added_layers import AddedLayers, AddedShape, Recompute
+from outrider.cache.memory import AddedLayers, AddedShape, Recompute
 from outrider.cache.state import KVView
 from outrider.errors import ContradictionError, InvalidParameterError, ModelTooLargeError, UnsupportedModelError
-from outrider.model import hf
-from outrider.model.backends.base import PartialPass
-from outrider.model.backends.fused import FusedDecoder
+from outrider.loading import hf_modules
+from outrider.loading.fit import available_bytes
+from outrider.model.attention import PartialPass
 from outrider.model.batch import Segment
-from outrider.model.loading.available import available_bytes
+from outrider.model.fused import FusedDecoder
 from outrider.model.runner import ForwardOutput, ModelRunner, upcast_logits
 
 
@@ -66,7 +66,7 @@ class Target:
 
     def __init__(self, runner: ModelRunner) -> None:
         loaded = runner.loaded
-        config = hf.decoder_config(loaded.model.config)
+        config = hf_modules.decoder_config(loaded.model.config)
         self._runner = runner
         self.name = loaded.name
         self.model_type = str(config.model_type)
@@ -83,7 +83,7 @@ class Target:
     @property
     def config(self) -> Any:
         """transformers' configuration of its decoder, to read."""
-        return hf.decoder_config(self._runner.loaded.model.config)
+        return hf_modules.decoder_config(self._runner.loaded.model.config)
 
     @property
     def fused(self) -> bool:

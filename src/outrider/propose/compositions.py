@@ -1,8 +1,4 @@
-"""Methods made of methods: `merge` joins what its members draft into one tree, `then` lets one go on where another stopped.
-
-A composition has no proposer of its own. The engine asks its members in turns (`turns_of`), each as it asks a method that a
-request names alone. So faults, memory, what a member is shown and what is learnt of it are the member's own.
-"""
+"""Methods made of methods: `merge` and `then` join drafts, and `auto` leaves the choice to the governor."""
 
 from __future__ import annotations
 
@@ -14,9 +10,15 @@ from pydantic import BeforeValidator, model_validator
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError
 from outrider.propose.base import Proposer
-from outrider.propose.method import Method, ProposerContext
-from outrider.propose.speculation import SpeculationConfig
-from outrider.propose.trees.tree import MAX_ROWS
+from outrider.propose.settings import Method, ProposerContext, SpeculationConfig
+from outrider.propose.tree import MAX_ROWS
+
+# --- Methods made of methods: `merge` joins what its members draft into one tree, `then` lets one go on where another
+# stopped.
+#
+# A composition has no proposer of its own. The engine asks its members in turns (`turns_of`), each as it asks a method
+# that a request names alone. So faults, memory, what a member is shown and what is learnt of it are the member's own.
+
 
 #: Methods with others inside them that may stand inside each other, the outermost included.
 MAX_DEPTH = 4
@@ -215,3 +217,51 @@ def _depth(method: Method | None) -> int:
     if method is None or not method.nested:
         return 0
     return 1 + max(_depth(member.method) for member in method.nested.values())
+
+
+# --- Auto: leaves the choice of method and length to the governor, step by step.
+
+
+class Auto(Method):
+    """The engine chooses by measurement, for each request and each step: one of several methods, its length, or none.
+
+    Attributes:
+        methods: What it may choose from, each with whole settings of its own, merged and chained methods too;
+            num_draft_tokens is the longest draft that is considered. Empty takes `suffix` and the LLM's own draft model, or
+            `token_recycling` where it has none.
+    """
+
+    name: ClassVar[str] = "auto"
+    default_num_draft_tokens: ClassVar[int] = 16
+    takes_tree: ClassVar[bool] = False
+    instead_of_tree: ClassVar[str] = "Give trees to its methods."
+
+    methods: Annotated[tuple[SpeculationConfig, ...], BeforeValidator(as_members)] = ()
+
+    @model_validator(mode="after")
+    def _members_can_be_chosen(self) -> Auto:
+        for place, member in enumerate(self.methods):
+            check_drafts(f"methods.{place}", member)
+        check_depth("methods", self)
+        check_number("methods", self.methods)
+        return self
+
+    @property
+    def candidates(self) -> tuple[SpeculationConfig, ...]:
+        """What the engine chooses from."""
+        return self.methods
+
+    @property
+    def nested(self) -> Mapping[str, SpeculationConfig]:
+        return {f"methods.{place}": member for place, member in enumerate(self.methods)}
+
+    def with_nested(self, nested: Mapping[str, SpeculationConfig]) -> Self:
+        return self.replace(methods=tuple(nested.values()))
+
+    def build(self, context: ProposerContext) -> Proposer:
+        """Nothing can be built: whoever asks wanted a member of a nested method.
+
+        Raises:
+            InvalidParameterError: Always.
+        """
+        raise InvalidParameterError("method", self.name, "the governor chooses for requests alone", "Name a method.")

@@ -8,11 +8,9 @@ from os import PathLike, fspath
 from typing import Any, Self
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.propose.auto import Auto
-from outrider.propose.compositions import Composition, named, parts_of
-from outrider.propose.method import Method
-from outrider.propose.methods.draft_model import DraftModel
-from outrider.propose.speculation import PLAIN, SpeculationConfig
+from outrider.propose.compositions import Auto, Composition, named, parts_of
+from outrider.propose.draft_model import DraftModel
+from outrider.propose.settings import PLAIN, Method, SpeculationConfig
 
 
 @dataclass(frozen=True)

@@ -22,24 +22,21 @@ from starlette.types import Receive, Scope, Send
 
 from outrider import __version__
 from outrider.async_llm import AsyncStream
+from outrider.config import nearest
 from outrider.errors import InvalidParameterError, OutriderError
-from outrider.server.api.answers import Answer, ChatAnswer, CompletionAnswer
-from outrider.server.api.conversation import check_template, conversation, form_of
-from outrider.server.api.jobs import Job
-from outrider.server.api.openapi import document
-from outrider.server.api.schemas import ChatRequest, CommonRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from outrider.server.api.translate import field_names
-from outrider.server.calls import Call, request_id
-from outrider.server.errors import ApiError, api_error
-from outrider.server.logs import log
+from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
+from outrider.server.chat import check_template, conversation, form_of
+from outrider.server.errors import ApiError, api_error, log
+from outrider.server.lifecycle import Call, request_id
 from outrider.server.metrics import MEDIA_TYPE
-from outrider.server.pages.facts import facts
-from outrider.server.pages.files import page_routes
-from outrider.server.records.recorder import Recorder
+from outrider.server.openapi import document
+from outrider.server.pages.pages import facts, page_routes
+from outrider.server.recorder import Recorder
+from outrider.server.requests import Job, field_names
+from outrider.server.schemas import ChatRequest, CommonRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.server.service import Service, close, described
 from outrider.server.streams import encoded, events, while_connected
-from outrider.server.tenancy.limits import Meter
-from outrider.validation import nearest
+from outrider.server.tenants import Meter
 
 Handler = Callable[[Service, Call], Awaitable[Response]]
 

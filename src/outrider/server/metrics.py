@@ -19,10 +19,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from outrider.engine.engine import Engine
-from outrider.engine.hosting.thread import Health
+from outrider.engine.thread import Health
 from outrider.params import CompletionOutput
-from outrider.server.tenancy.limits import Meter
-from outrider.stats import RequestStats
+from outrider.results import RequestStats
+from outrider.server.tenants import Meter
 
 #: The form in which Prometheus reads them.
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -1,4 +1,4 @@
-"""Runs the server's process: a socket, uvicorn, and an orderly end."""
+"""Runs the server's process: a socket, uvicorn, a profile that can be read again, and an orderly end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from typing import Any, NoReturn
 
 import uvicorn
 
-from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.server.access import AccessGuard
+from outrider.building import read_profile
+from outrider.errors import ContradictionError, InvalidParameterError, OutriderError
+from outrider.propose.settings import SpeculationConfig
+from outrider.server.access import AccessGuard, Protocol
 from outrider.server.app import make_app
-from outrider.server.deadlines import PARTING_SECONDS
-from outrider.server.logs import log
-from outrider.server.protocol import Protocol
-from outrider.server.renewal import Renewal
+from outrider.server.errors import log
 from outrider.server.service import Service
+from outrider.server.streams import PARTING_SECONDS
+
+# --- Runs the server's process: a socket, uvicorn, and an orderly end.
+
 
 #: How long the engine may take to end its step and to free its memory, once everybody was told that the server ends.
 _HANGING_SECONDS = 15
@@ -201,3 +204,46 @@ def _end_at_once() -> NoReturn:
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
+
+
+# --- Reads the profile of a running server again, so that a new head drafts without a restart.
+
+
+class Renewal:
+    """What SIGHUP asks for. Several signals take turns.
+
+    Args:
+        service: The engine.
+        profile: The file that `outrider tune` writes; None where the server was started without one.
+    """
+
+    def __init__(self, service: Service, profile: Path | None) -> None:
+        self._service, self._profile = service, profile
+        self._turn = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Let what the profile says draft from now on. Where it cannot be had, everything stays as it is."""
+        async with self._turn:
+            try:
+                config = await asyncio.to_thread(self._change)
+            except OutriderError as error:
+                self._service.metrics.read_profile("refused")
+                log("the profile cannot be used, and drafts stay as they are", {"problem": str(error)}, logging.ERROR)
+            else:
+                self._service.metrics.read_profile("used")
+                log("the profile was read", {"speculation": config.as_mapping()})
+
+    def _change(self) -> SpeculationConfig:
+        llm = self._service.engine.llm
+        if self._profile is None:
+            remedy = "Start it with --profile FILE."
+            raise InvalidParameterError("profile", None, "the server was started without one", remedy)
+        profile, config = read_profile(self._profile)
+        found = llm.identity
+        profile.check_model(str(self._profile), found)
+        misfit = profile.misfit(found)
+        if misfit:
+            problem = f"it was made for other circumstances ({misfit})"
+            raise ContradictionError("profile", str(self._profile), problem, "Run outrider tune here.")
+        self._service.draft_with(config)
+        return self._service.allowed.usual

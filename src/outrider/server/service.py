@@ -12,27 +12,19 @@ from typing import Any, TypeVar
 
 from outrider.async_llm import AsyncLLM, AsyncStream
 from outrider.engine.engine import Engine
-from outrider.engine.hosting.thread import Health
+from outrider.engine.thread import Health
 from outrider.errors import InvalidParameterError
 from outrider.params import RequestOutput
-from outrider.propose.speculation import SpeculationConfig
-from outrider.server.api.allowed import AllowedMethods
-from outrider.server.api.conversation import blamed_tool, forces_calls
-from outrider.server.api.jobs import Job, JobMaker
-from outrider.server.api.schemas import ChatRequest, CommonRequest, Shape
-from outrider.server.api.sizes import check_values
-from outrider.server.api.translate import field_names
-from outrider.server.calls import Call
-from outrider.server.deadlines import Deadlines
-from outrider.server.errors import ApiError, api_error
-from outrider.server.logs import log
+from outrider.propose.settings import SpeculationConfig
+from outrider.server.chat import blamed_tool, forces_calls
+from outrider.server.errors import ApiError, api_error, log
+from outrider.server.lifecycle import Call
 from outrider.server.metrics import EngineState, ServerMetrics
-from outrider.server.records.folder import RecordFolder
-from outrider.server.records.origin import Origin
-from outrider.server.records.recorder import Recorder
-from outrider.server.settings import ServerSettings
-from outrider.server.tenancy.keys import ApiKeys
-from outrider.server.tenancy.limits import Meter
+from outrider.server.recorder import Origin, Recorder, RecordFolder
+from outrider.server.requests import AllowedMethods, Job, JobMaker, ServerSettings, check_values, field_names
+from outrider.server.schemas import ChatRequest, CommonRequest, Shape
+from outrider.server.streams import Deadlines
+from outrider.server.tenants import ApiKeys, Meter
 
 S = TypeVar("S", bound=Shape)
 

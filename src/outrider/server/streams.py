@@ -1,20 +1,22 @@
-"""Server-sent events, and what happens when their reader leaves."""
+"""Server-sent events, what happens when their reader leaves, and deadlines."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from starlette.types import Message
 
 from outrider.async_llm import AsyncStream
 from outrider.params import StreamPiece
-from outrider.server.api.answers import Answer
-from outrider.server.deadlines import Deadlines
+from outrider.server.answers import Answer
 from outrider.server.errors import ApiError, api_error
+
+# --- Server-sent events, and what happens when their reader leaves.
+
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -133,3 +135,57 @@ async def while_connected(receive: Callable[[], Awaitable[Message]], job: Corout
 async def _gone(receive: Callable[[], Awaitable[Message]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+# --- Deadlines of requests; all that are under way end together when the server has to end.
+
+
+#: How long clients may take to read what they are told at the end.
+PARTING_SECONDS = 5
+
+
+class Deadlines:
+    """Blocks of coroutines that are broken off when their time is over, or that of the server is."""
+
+    def __init__(self) -> None:
+        self._open: set[asyncio.Timeout] = set()
+        self._is_over = False
+
+    @property
+    def num_open(self) -> int:
+        """Blocks under way."""
+        return len(self._open)
+
+    @asynccontextmanager
+    async def until(self, end: float | None = None) -> AsyncIterator[None]:
+        """A block that is broken off at this time of the event loop's clock; None for no time of its own.
+
+        Raises:
+            TimeoutError: Its own time is over.
+            ApiError: The server has to end.
+        """
+        if self._is_over:
+            raise _over()
+        try:
+            async with asyncio.timeout_at(end) as scope:
+                self._open.add(scope)
+                try:
+                    yield
+                finally:
+                    self._open.discard(scope)
+        except TimeoutError:
+            if self._is_over:
+                raise _over() from None
+            raise
+
+    def end_all(self) -> None:
+        """Break off all blocks, and those that begin later."""
+        self._is_over = True
+        for scope in self._open:
+            if not scope.expired():
+                scope.reschedule(asyncio.get_running_loop().time())
+
+
+def _over() -> ApiError:
+    problem = "the server had to end before this request was answered; send it again, to another server or a little later"
+    return ApiError(503, problem, code="drain_timeout", headers={"Connection": "close"})

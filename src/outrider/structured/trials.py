@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
+from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Lock, Timer
 from typing import Any
 from weakref import finalize
 
 from outrider.errors import ClosedError, TrialError
-from outrider.structured.structures import Vocabulary, Written
+from outrider.structured.structures import StructureError, Vocabulary, Written, compiled
 
 #: What a trial may take of a processor. Schemas of 64 KB, 10,000 choices and literals of 64,000 characters take 0.2 s.
 SECONDS = 1.0
@@ -28,7 +30,7 @@ _KILLED = -9
 #: Verdicts that are kept, so that one structure in many requests is tried once.
 _NUM_VERDICTS = 1_000
 #: What the process runs. It finds this package where its parent does.
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from outrider.structured.trial import main; main()"
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from outrider.structured.trials import main; main()"
 #: Why a structure was refused whose trial did not come to its end.
 TOO_MUCH_WORK = f"too much work: more than {SECONDS:g} s of a processor's time or {NUM_BYTES >> 20} MiB of memory"
 
@@ -204,3 +206,69 @@ def _end_all(triers: set[_Trier]) -> None:
     """End processes; a thread that waits for one finds that it has ended."""
     for trier in list(triers):
         trier.end()
+
+
+# --- The process in which untrusted structures are compiled on trial.
+#
+# It reads a line of JSON for each structure, and answers with a line. It ends with whoever started it, since its input
+# ends then, at the latest when the trial under way is over.
+
+
+def main() -> None:
+    """Try structures until nobody asks any more. The first line is the vocabulary."""
+    for name in ("SIGINT", "SIGTERM"):  # what is sent to the whole group concerns whoever asks
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    _leave_no_core()
+    lines = sys.stdin.buffer
+    import llguidance
+
+    vocabulary = Vocabulary(**json.loads(lines.readline())).wrapped(llguidance)
+    _answer("ready")
+    for line in lines:
+        asked = json.loads(line)
+        _limit(asked["seconds"], asked["num_bytes"])
+        _answer(_reason(Written(asked["language"], asked["text"]), vocabulary, llguidance))
+
+
+def _reason(written: Written, vocabulary: Any, library: Any) -> str | None:
+    """Why a structure cannot be followed; None where it can."""
+    try:
+        compiled(written, vocabulary, library)
+    except StructureError as error:
+        return str(error)
+    finally:
+        _limit(0.0, None)
+    return None
+
+
+def _answer(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def _leave_no_core() -> None:
+    try:
+        import resource
+    except ImportError:  # Windows writes none
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _limit(seconds: float, num_bytes: int | None) -> None:
+    """Let the system end this process when it has taken so much more; no code in it is asked. Whoever waits has a clock of
+    his own for systems that cannot do this.
+
+    Args:
+        seconds: Of the processor's time; 0 for no limit.
+        num_bytes: Of memory; None for no limit.
+    """
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+    taken = Path("/proc/self/statm")
+    if not taken.exists():
+        return
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = most if num_bytes is None else int(taken.read_text().split()[0]) * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))

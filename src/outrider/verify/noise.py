@@ -61,7 +61,7 @@ class Key(NamedTuple):
 
 
 class NoiseSource(Protocol):
-    """Where chance comes from; `outrider.prove` puts one that takes every branch in the place of the keyed one."""
+    """Where chance comes from; `outrider.lab.prove` puts one that takes every branch in the place of the keyed one."""
 
     def bernoulli(self, probability: Tensor, keys: Sequence[Key]) -> Tensor:
         """Coins [n] bool that fall True with `probability` [n]; surely never at 0 and always at 1."""

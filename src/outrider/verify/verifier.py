@@ -18,18 +18,27 @@ from torch import Tensor
 
 from outrider.draft import Draft, Law
 from outrider.params import SamplingParams, TokenOrigin
-from outrider.trace import CoinToss
+from outrider.results import CoinToss
 from outrider.verify.logits import argmax, target_probs
 from outrider.verify.noise import Key, NoiseSource, Stream
-from outrider.verify.rules import block_acceptance, residual, token_acceptance
-from outrider.verify.trees import Coin, Conversation, Draw, Tree, recursive_rejection, traversal
+from outrider.verify.rules import (
+    Coin,
+    Conversation,
+    Draw,
+    Tree,
+    block_acceptance,
+    recursive_rejection,
+    residual,
+    token_acceptance,
+    traversal,
+)
 
 #: How a caller asks for a rule.
 RuleName = Literal["auto", "walk", "token", "block", "coupled"]
 
 
 class Rule(Enum):
-    """How a draft is checked; see verify/rules.py, verify/trees.py and the docs for each rule's source."""
+    """How a draft is checked; see verify/rules.py, verify/rules.py and the docs for each rule's source."""
 
     WALK = auto()  # R2, and RC for coupled drafts: the target draws at each node, and the draft is followed while it agrees
     TOKEN = auto()  # R1, chains

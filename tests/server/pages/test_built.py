@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.server.pages.files import BUILT
+from outrider.server.pages.pages import BUILT
 
 WEB = Path(__file__).parents[3] / "web"
 SETTINGS = ("build.mjs", "package.json", "package-lock.json", "tsconfig.json")

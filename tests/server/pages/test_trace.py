@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from outrider.propose import registry
-from outrider.stats import FORCED
+from outrider.propose import settings
+from outrider.results import FORCED
 from tests.server.pages.browser import Watch
 from tests.server.pages.expected import STUDENT, WORDS, notes_of, residuals, words_of
 from tests.server.pages.playground import open_playground
@@ -199,7 +199,7 @@ def test_members_have_colours_and_names(page: Any, server: Server) -> None:
 
 @pytest.mark.core
 def test_every_method_goes_by_words() -> None:
-    built_in = {name for name in registry.names() if registry.find(name).__module__.startswith("outrider.")}
+    built_in = {name for name in settings.names() if settings.find(name).__module__.startswith("outrider.")}
     assert {*built_in, FORCED} <= WORDS.keys()
 
 

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.folder import HeadTensor, list_tensors, read_tensors
-from outrider.model.loading.gguf.header import is_gguf
-from outrider.model.lone_decoder import lone_config
+from outrider.heads.lone import lone_config
+from outrider.loading.gguf.header import is_gguf
 
 _DOWNLOAD = "Download or save the checkpoint again."
 #: Types of models in whose checkpoints such a layer is two: attention, and behind it experts.

@@ -10,26 +10,14 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
-from outrider.heads.block_config import BlockHeadConfig
-from outrider.heads.block_network import BlockHeadNetwork
-from outrider.heads.feature_config import FeatureHeadConfig
-from outrider.heads.feature_networks import Eagle1Network, Eagle3Network
-from outrider.heads.formats.folder import CONFIG, HeadTensor, list_tensors, read_config, read_tensors
-from outrider.heads.formats.gguf_dflash import GGUF_DFLASH
-from outrider.heads.formats.gguf_eagle3 import GGUF_EAGLE3
-from outrider.heads.formats.gguf_tensors import ORIGINAL, GgufFormat
-from outrider.heads.formats.layer import Format, refused
-from outrider.heads.formats.safeailab import SAFEAILAB_EAGLE3
-from outrider.heads.formats.safeailab1 import SAFEAILAB_EAGLE1
-from outrider.heads.formats.speculators import SPECULATORS_EAGLE3
-from outrider.heads.formats.speculators_dflash import SPECULATORS_DFLASH
-from outrider.heads.formats.speculators_peagle import SPECULATORS_PEAGLE
+from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, ParallelHeadConfig, ParallelNetwork
+from outrider.heads.features import Eagle1Network, Eagle3Network, FeatureHeadConfig, PublishedNetwork
+from outrider.heads.formats.folder import CONFIG, Format, HeadTensor, list_tensors, read_config, read_tensors, refused
+from outrider.heads.formats.gguf import GGUF_DFLASH, GGUF_EAGLE3, ORIGINAL, GgufFormat
+from outrider.heads.formats.safeailab import SAFEAILAB_EAGLE1, SAFEAILAB_EAGLE3
+from outrider.heads.formats.speculators import SPECULATORS_DFLASH, SPECULATORS_EAGLE3, SPECULATORS_PEAGLE
 from outrider.heads.formats.zlab import ZLAB_DFLASH
-from outrider.heads.parallel_config import ParallelHeadConfig
-from outrider.heads.parallel_network import ParallelNetwork
-from outrider.heads.published_network import PublishedNetwork
-from outrider.model.loading.gguf.header import is_gguf, read_gguf
-from outrider.model.loading.gguf.values import Values
+from outrider.loading.gguf.header import Values, is_gguf, read_gguf
 
 #: In the order in which a configuration is tried.
 FORMATS = (

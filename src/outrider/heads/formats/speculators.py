@@ -1,39 +1,46 @@
-"""The format of the speculators package, versions 0.5 to 0.9, for EAGLE-3: `layers.0`, flags for norms, named layers.
-
-Layers are those whose inputs are read; where none are named, both the package and vLLM take 2, n // 2 and n - 3. Copies of
-the target's own norm and output layer (`verifier_norm`, `verifier_lm_head`) are not used.
-`norm_output` means that the next token reads what the layer left behind the norm.
-"""
+"""The formats of the speculators package, versions 0.5 to 0.9, for EAGLE-3, DFlash and P-EAGLE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.heads.feature_config import FeatureHeadConfig
-from outrider.heads.formats.layer import (
+from outrider.errors import UnsupportedModelError
+from outrider.heads.block_networks import BlockHeadConfig, ParallelHeadConfig
+from outrider.heads.features import FeatureHeadConfig
+from outrider.heads.formats.folder import (
     AUX_LAYERS,
     KINDS,
+    SLIDING,
     Format,
     layer_fields,
     norm_flags,
+    read_feature_norm,
     read_flag,
     read_layer,
     read_layer_ids,
+    read_layers,
     refused,
 )
-from outrider.heads.formats.norms import read_feature_norm
+from outrider.heads.formats.zlab import read_block_size, read_mask_token, read_reaches
+
+# --- The format of the speculators package, versions 0.5 to 0.9, for EAGLE-3: `layers.0`, flags for norms, named layers.
+#
+# Layers are those whose inputs are read; where none are named, both the package and vLLM take 2, n // 2 and n - 3.
+# Copies of the target's own norm and output layer (`verifier_norm`, `verifier_lm_head`) are not used. `norm_output`
+# means that the next token reads what the layer left behind the norm.
+
 
 #: Names of tensors in files, and here.
-_PREFIXES = {"layers.0.": "layer."}
+_EAGLE3_PREFIXES = {"layers.0.": "layer."}
 
 
-def fits(mapping: Mapping[str, Any]) -> bool:
+def _fits(mapping: Mapping[str, Any]) -> bool:
     """Whether a configuration is of this format."""
     return "speculators_model_type" in mapping
 
 
-def read(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
+def _read_eagle3(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
     """The head that a configuration describes.
 
     Raises:
@@ -102,7 +109,7 @@ def read_verifier(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def write(config: FeatureHeadConfig) -> dict[str, Any]:
+def _write_eagle3(config: FeatureHeadConfig) -> dict[str, Any]:
     """The configuration of a head."""
     return {"architectures": ["Eagle3Speculator"], **fields(config, num_draft_tokens=5)}
 
@@ -143,4 +150,134 @@ def described(config: FeatureHeadConfig, num_draft_tokens: int) -> dict[str, Any
     }
 
 
-SPECULATORS_EAGLE3 = Format("speculators", "speculators", "eagle3", _PREFIXES, fits, read, write)
+SPECULATORS_EAGLE3 = Format("speculators", "speculators", "eagle3", _EAGLE3_PREFIXES, _fits, _read_eagle3, _write_eagle3)
+
+
+# --- The format of the speculators package for DFlash heads.
+#
+# `aux_hidden_state_layer_ids` name layers whose *inputs* are read, one more than z-lab's ids of the same layers. A
+# reduced vocabulary comes with an output layer of its own. Layers without a window see the block both ways; those with
+# one see no later rows, unless `sliding_window_non_causal` is true.
+
+
+_IDS = "aux_hidden_state_layer_ids"
+
+
+def _fits_dflash(mapping: Mapping[str, Any]) -> bool:
+    """Whether a configuration is of this format."""
+    return mapping.get("speculators_model_type") == "dflash"
+
+
+def _read_dflash(folder: str, mapping: Mapping[str, Any]) -> BlockHeadConfig:
+    """The head that a configuration describes.
+
+    Raises:
+        ModelLoadError: A field cannot be used, or it is of a kind that computes something else.
+    """
+    _check_kind(folder, mapping)
+    inner = mapping.get("transformer_layer_config")
+    if not isinstance(inner, Mapping) or inner.get("model_type") != "qwen3":
+        problem = "it describes no layers of Qwen3, which such heads have"
+        raise refused(folder, "transformer_layer_config", inner, problem, "Write model_type 'qwen3' and its sizes.")
+    layers = read_layers(folder, inner, "qwen3")
+    verifier = read_verifier(mapping)
+    return BlockHeadConfig(
+        method="dflash",
+        layer=layers,
+        target_hidden_size=mapping.get("target_hidden_size") or layers.hidden_size,
+        vocab_size=layers.vocab_size,
+        draft_vocab_size=mapping.get("draft_vocab_size", 32000),
+        aux_layers=read_layer_ids(folder, mapping.get(_IDS), _IDS),
+        verifier=str(verifier.get("name_or_path") or ""),
+        architectures=tuple(map(str, verifier.get("architectures") or ())),
+        block_size=read_block_size(folder, mapping.get("block_size", 8)),
+        mask_token_id=read_mask_token(folder, mapping.get("mask_token_id"), layers.vocab_size),
+        reaches=read_reaches(
+            folder,
+            layers,
+            causal=False,
+            causal_in_windows=not read_flag(folder, mapping, "sliding_window_non_causal"),
+        ),
+    )
+
+
+def _check_kind(folder: str, mapping: Mapping[str, Any]) -> None:
+    if mapping.get("projector_type") not in (None, "dflash"):
+        problem = "it corrects what a block drafts, which this version does not compute"
+        raise refused(folder, "projector_type", mapping["projector_type"], problem, "Use another head.")
+    for name in ("sample_from_anchor", "shift_label"):
+        if read_flag(folder, mapping, name):
+            problem = "it drafts at the last token of the text too, which this version does not compute"
+            raise refused(folder, name, True, problem, "Use another head.")
+
+
+def _write_dflash(config: BlockHeadConfig) -> dict[str, Any]:
+    """The configuration of a head.
+
+    Raises:
+        UnsupportedModelError: The format cannot say what its rows see.
+    """
+    assert config.aux_layers is not None, "a block drafter names the layers that it reads"
+    in_windows = {reach.causal for reach in config.reaches if reach.window is not None}
+    if len(in_windows) > 1 or any(reach.causal for reach in config.reaches if reach.window is None):
+        problem = "rows of its layers without a window see no later rows, which the format of speculators cannot say"
+        raise UnsupportedModelError("the head", problem, "Use it in the format that it has.")
+    return {
+        "architectures": ["DFlashSpeculator"],
+        **described(config, num_draft_tokens=config.block_size - 1),
+        "aux_hidden_state_layer_ids": list(config.aux_layers),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        **({"sliding_window_non_causal": True} if in_windows == {False} else {}),
+    }
+
+
+SPECULATORS_DFLASH = Format("speculators DFlash", "speculators", "dflash", {}, _fits_dflash, _read_dflash, _write_dflash)
+
+
+# --- The format of the speculators package for P-EAGLE heads: that of EAGLE-3, with further layers and `mask_hidden`.
+#
+# `mask_hidden` [1, 1, n] stands for the target's joined states at a token that is to be drafted, and passes the same
+# norms and the same `fc`. Embeddings are trained unless the file says otherwise. Rows see the text and the rows of
+# their draft before them, as the package trains them and as vLLM runs them.
+
+
+#: Names of tensors in files, and here.
+_PEAGLE_PREFIXES = {"layers.0.": "layer.", "layers.": "further."}
+
+
+def _fits_peagle(mapping: Mapping[str, Any]) -> bool:
+    """Whether a configuration is of this format."""
+    return mapping.get("speculators_model_type") == "peagle"
+
+
+def _read_peagle(folder: str, mapping: Mapping[str, Any]) -> ParallelHeadConfig:
+    """The head that a configuration describes.
+
+    Raises:
+        ModelLoadError: A field cannot be used, or the file does not settle what it means.
+    """
+    inner = read_inner(folder, mapping)
+    layers = read_layers(folder, inner, inner["model_type"])
+    if SLIDING in (getattr(layers, "layer_types", None) or ()):
+        raise refused(folder, "layer_types", layers.layer_types, "a window is not computed", "Use another head.")
+    return ParallelHeadConfig(
+        method="peagle",
+        **read_fields(folder, mapping, layers, trains_embedding=True),
+        num_layers=int(layers.num_hidden_layers),
+        mask_token_id=read_mask_token(folder, mapping.get("mask_token_id"), layers.vocab_size),
+    )
+
+
+def _write_peagle(config: ParallelHeadConfig) -> dict[str, Any]:
+    """The configuration of a head."""
+    return {
+        "architectures": ["PEagleSpeculator"],
+        **fields(config, num_draft_tokens=5),
+        "mask_token_id": config.mask_token_id,
+    }
+
+
+SPECULATORS_PEAGLE = Format(
+    "speculators P-EAGLE", "speculators", "peagle", _PEAGLE_PREFIXES, _fits_peagle, _read_peagle, _write_peagle
+)

@@ -1,9 +1,4 @@
-"""The format of z-lab's DFlash heads: a `dflash_config`, layers of Qwen3, and the target's embeddings and output layer.
-
-`target_layer_ids` name layers whose *outputs* are read, counted from 0, and their states are joined in this order. The
-block size stands at the top of older files and in `dflash_config` of newer ones. Layers without a window see the block both
-ways; those with one see no later rows, unless `is_causal` says otherwise for all of them.
-"""
+"""The format of z-lab's DFlash heads, and what all formats of block drafters share."""
 
 from __future__ import annotations
 
@@ -12,9 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ModelLoadError
-from outrider.heads.block_config import BlockHeadConfig
-from outrider.heads.formats.block import read_block_size, read_mask_token, read_reaches
-from outrider.heads.formats.layer import SLIDING, Format, layer_fields, read_flag, read_layer_ids, read_layers, refused
+from outrider.heads.block_networks import BlockHeadConfig, BlockReach
+from outrider.heads.formats.folder import (
+    FULL,
+    SLIDING,
+    Format,
+    layer_fields,
+    read_flag,
+    read_layer_ids,
+    read_layers,
+    refused,
+)
+
+# --- The format of z-lab's DFlash heads: a `dflash_config`, layers of Qwen3, and the target's embeddings and output layer.
+#
+# `target_layer_ids` name layers whose *outputs* are read, counted from 0, and their states are joined in this order.
+# The block size stands at the top of older files and in `dflash_config` of newer ones. Layers without a window see the
+# block both ways; those with one see no later rows, unless `is_causal` says otherwise for all of them.
+
 
 _NESTED = "dflash_config"
 _READ = frozenset({"block_size", "mask_token_id", "target_layer_ids", "causal"})
@@ -25,12 +35,12 @@ _AT_THE_TOP = ("input_embedding_scale", "output_multiplier", "final_logit_softca
 _MASK_FILE = "mask_embedding.pt"
 
 
-def fits(mapping: Mapping[str, Any]) -> bool:
+def _fits(mapping: Mapping[str, Any]) -> bool:
     """Whether a configuration is of this format."""
     return isinstance(mapping.get(_NESTED), Mapping) and "speculators_model_type" not in mapping
 
 
-def read(folder: str, mapping: Mapping[str, Any]) -> BlockHeadConfig:
+def _read(folder: str, mapping: Mapping[str, Any]) -> BlockHeadConfig:
     """The head that a configuration describes.
 
     Raises:
@@ -86,7 +96,7 @@ def _check_rest(folder: str, fields: Mapping[str, Any]) -> None:
             raise refused(folder, name, value, "this version does not compute it", "Use another head.")
 
 
-def write(config: BlockHeadConfig) -> dict[str, Any]:
+def _write(config: BlockHeadConfig) -> dict[str, Any]:
     """The configuration of a head."""
     assert config.aux_layers is not None, "a block drafter names the layers that it reads"
     return {
@@ -102,4 +112,54 @@ def write(config: BlockHeadConfig) -> dict[str, Any]:
     }
 
 
-ZLAB_DFLASH = Format("z-lab DFlash", "z-lab", "dflash", {}, fits, read, write)
+ZLAB_DFLASH = Format("z-lab DFlash", "z-lab", "dflash", {}, _fits, _read, _write)
+
+
+# --- Parts of the configuration of a block drafter that all its formats share.
+
+
+def read_reaches(folder: str, layers: Any, *, causal: bool, causal_in_windows: bool) -> tuple[BlockReach, ...]:
+    """What rows see, by layer.
+
+    Args:
+        folder: Of the head, to name.
+        layers: transformers' configuration of the layers.
+        causal: Whether rows see no later rows in layers without a window.
+        causal_in_windows: The same in layers with one.
+
+    Raises:
+        ModelLoadError: A layer is of another kind, or its window is not named.
+    """
+    found = []
+    for kind in layers.layer_types:
+        if kind not in (FULL, SLIDING):
+            raise refused(folder, "layer_types", layers.layer_types, f"{kind} is not computed", "Use another head.")
+        window = layers.sliding_window if kind == SLIDING else None
+        if kind == SLIDING and (type(window) is not int or window < 1):
+            problem = "a layer has a window, and its size is not named"
+            raise refused(folder, "sliding_window", window, problem, "Write the window that the head was trained with.")
+        found.append(BlockReach(window, causal_in_windows if kind == SLIDING else causal))
+    return tuple(found)
+
+
+def read_block_size(folder: str, size: Any) -> int:
+    """Rows of a block.
+
+    Raises:
+        ModelLoadError: It is no number from 2 on: one row drafts nothing.
+    """
+    if type(size) is not int or size < 2:
+        raise refused(folder, "block_size", size, "no size of a block", "Write the whole number that it was trained with.")
+    return size
+
+
+def read_mask_token(folder: str, token: Any, vocab_size: int) -> int:
+    """The token that stands for tokens that are to be drafted.
+
+    Raises:
+        ModelLoadError: It is not named, or is no token of the target.
+    """
+    if type(token) is not int or not 0 <= token < vocab_size:
+        problem = f"no token of the {vocab_size} of the target"
+        raise refused(folder, "mask_token_id", token, problem, "Write the token that the head was trained with.")
+    return token

@@ -1,16 +1,12 @@
-"""Attention of the rows of a pass over the paged KV memory, on a GPU.
-
-A program computes what the rows of a tile find in one split of their texts, for the query heads that share a KV head. A
-second kernel folds the splits of a row, in their order. Splits and the tiles of positions in them have fixed sizes and
-begin at the first position of the text, and positions that a row does not see add exact zeros. So the bits of a row are a
-function of its text, and not of the batch, of the number of rows, or of the chunk or draft that it is computed in.
-
-A tree's rows share the tiles before the first of them. Behind that each row gathers its own path, so that its positions lie
-in the same columns as those of a chain.
-"""
+"""Attention on a GPU over the paged KV memory: the tiles of rows, the kernel, and the writing of keys and values."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +14,18 @@ from torch import Tensor
 
 from outrider.kernels.decoder import PassRows
 from outrider.kernels.triton.devices import KNOWN_DTYPES
-from outrider.kernels.triton.row_tiles import RowTiles
+
+# --- Attention of the rows of a pass over the paged KV memory, on a GPU.
+#
+# A program computes what the rows of a tile find in one split of their texts, for the query heads that share a KV head.
+# A second kernel folds the splits of a row, in their order. Splits and the tiles of positions in them have fixed sizes
+# and begin at the first position of the text, and positions that a row does not see add exact zeros. So the bits of a
+# row are a function of its text, and not of the batch, of the number of rows, or of the chunk or draft that it is
+# computed in.
+#
+# A tree's rows share the tiles before the first of them. Behind that each row gathers its own path, so that its
+# positions lie in the same columns as those of a chain.
+
 
 #: Positions of a split, and of a tile in it.
 SPLIT, TILE = 256, 64
@@ -274,3 +281,131 @@ def _fold(
     entry = rows.to(tl.int64) * (num_kv_heads * GROUP) + heads
     attended = (sums / tl.where(real, totals, 1.0)[:, None]).to(out.dtype.element_ty)
     tl.store(out + entry[:, None] * DIM + dims, attended, real[:, None] & (dims < DIM))
+
+
+# --- The rows of a pass as the kernel of attention reads them: in tiles of rows of one sequence.
+
+
+#: Each part begins at a multiple of 16 bytes. Triton compiles a kernel anew for pointers that do and for those that do not.
+ALIGNED = 4
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """Rows of a pass on a device. All numbers are int32, and all tensors are parts of one, which is copied once.
+
+    Attributes:
+        tiles: [num_tiles, 4] a tile's first row, how many rows it has, the tokens before the rows of its sequence, and
+            where the block table of the sequence begins.
+        positions: [num_rows]
+        path_at: [num_rows] where the path of a tree's row begins in `paths`; -1 for rows of a chain.
+        paths: For each row of a tree the rows of its sequence from its root to itself, by number within the sequence.
+        tables: The block tables, one after another.
+        spans: (first, end) rows of each tile.
+        longest: The number of positions of the longest text.
+        has_trees: Whether some rows are of a tree.
+        block_size: Tokens a block.
+    """
+
+    tiles: Tensor
+    positions: Tensor
+    path_at: Tensor
+    paths: Tensor
+    tables: Tensor
+    spans: list[tuple[int, int]]
+    longest: int
+    has_trees: bool
+    block_size: int
+
+    @classmethod
+    def of(cls, rows: PassRows, rows_at_once: int, device: torch.device) -> RowTiles:
+        """Tiles of at most `rows_at_once` rows each."""
+        path_at, paths = _paths(rows)
+        numbers = [
+            (first, min(rows_at_once, rows.first[segment + 1] - first), rows.start[segment], rows.table_at[segment])
+            for segment in range(len(rows.start))
+            for first in range(rows.first[segment], rows.first[segment + 1], rows_at_once)
+        ]
+        parts = [np.asarray(part, np.int32).reshape(-1) for part in (numbers, rows.positions, path_at, paths, rows.tables)]
+        begins = [0, *accumulate(-(-len(part) // ALIGNED) * ALIGNED for part in parts)]
+        together = np.zeros(begins[-1], np.int32)
+        for begin, part in zip(begins, parts, strict=False):
+            together[begin : begin + len(part)] = part
+        there = torch.from_numpy(together).to(device)
+        tiles, positions, on_paths, all_paths, tables = [
+            there[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=False)
+        ]
+        longest = max(rows.positions, default=-1) + 1
+        spans = [(first, first + count) for first, count, _, _ in numbers]
+        return cls(
+            tiles=tiles.view(-1, 4),
+            positions=positions,
+            path_at=on_paths,
+            paths=all_paths,
+            tables=tables,
+            spans=spans,
+            longest=longest,
+            has_trees=bool(paths),
+            block_size=rows.block_size,
+        )
+
+    def turns(self, most_rows: int) -> Iterator[tuple[int, int]]:
+        """(first, end) tiles that hold at most so many rows together, or one tile."""
+        begin = 0
+        for tile, (_, end_row) in enumerate(self.spans):
+            if end_row - self.spans[begin][0] > most_rows and tile > begin:
+                yield begin, tile
+                begin = tile
+        if self.spans:
+            yield begin, len(self.spans)
+
+
+def _paths(rows: PassRows) -> tuple[list[int], list[int]]:
+    path_at, paths = [-1] * len(rows.positions), list[int]()
+    for segment, at in enumerate(rows.ancestry_at):
+        if at < 0:
+            continue
+        first, end = rows.first[segment], rows.first[segment + 1]
+        sees = rows.ancestry[at : at + (end - first) ** 2].reshape(end - first, end - first)
+        for row in range(end - first):  # ancestors come before their descendants, so they are in the order of positions
+            path_at[first + row] = len(paths)
+            paths += np.flatnonzero(sees[row]).tolist()
+    return path_at, paths
+
+
+# --- Writes the keys and values of new rows to their slots of the KV memory, on a GPU, in one launch.
+
+
+def write_rows(keys: Tensor, values: Tensor, key_memory: Tensor, value_memory: Tensor, slots: Tensor) -> None:
+    """Store keys and values [num_rows, num_kv_heads, dim] into memory [num_slots, num_kv_heads, dim].
+
+    Args:
+        keys, values: Of the new rows, of one dtype with the memory. The width of values may be another one.
+        key_memory, value_memory: The memory of a layer, contiguous.
+        slots: [num_rows] int64, where each row goes.
+    """
+    if not len(keys):
+        return
+    keys, values = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (keys, values))
+    sizes = keys.shape[1], keys.shape[2], values.shape[2]
+    width = triton.next_power_of_2(sizes[0] * max(sizes[1:]))
+    _write[(len(keys),)](
+        keys, values, key_memory, value_memory, slots, *keys.stride()[:2], *values.stride()[:2],
+        HEADS=sizes[0], KEY_DIM=sizes[1], VALUE_DIM=sizes[2], WIDTH=width,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write(
+    keys, values, key_memory, value_memory, slots,  # see `write_rows`
+    key_row, key_head, value_row, value_head,  # strides
+    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    slot = tl.load(slots + row)
+    inside = at < HEADS * KEY_DIM
+    key = tl.load(keys + row * key_row + at // KEY_DIM * key_head + at % KEY_DIM, inside)
+    tl.store(key_memory + slot * (HEADS * KEY_DIM) + at, key, inside)
+    inside = at < HEADS * VALUE_DIM
+    value = tl.load(values + row * value_row + at // VALUE_DIM * value_head + at % VALUE_DIM, inside)
+    tl.store(value_memory + slot * (HEADS * VALUE_DIM) + at, value, inside)

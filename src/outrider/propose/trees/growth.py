@@ -1,8 +1,4 @@
-"""Growing drafts from probabilities, a few rows at a time: chains, trees of a fixed shape, and trees that adapt.
-
-Whatever computes the next row's logits, a draft model or a head, grows its drafts here: drawn, drawn without replacement
-among siblings (Jeon et al. 2024), most likely first, or guessed with the target's noise. A `TreeBuilder` says which rows.
-"""
+"""Grows drafts from probabilities, a few rows at a time: chains, trees of a fixed shape, and trees that adapt."""
 
 from __future__ import annotations
 
@@ -14,8 +10,14 @@ from torch import Tensor
 
 from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise, ProposeRequest
-from outrider.propose.trees.tree import GrowingTree, Node, NodeLaw
+from outrider.propose.tree import GrowingTree, Node, NodeLaw
 from outrider.verify.logits import argmax, target_probs
+
+# --- Growing drafts from probabilities, a few rows at a time: chains, trees of a fixed shape, and trees that adapt.
+#
+# Whatever computes the next row's logits, a draft model or a head, grows its drafts here: drawn, drawn without
+# replacement among siblings (Jeon et al. 2024), most likely first, or guessed with the target's noise. A `TreeBuilder`
+# says which rows.
 
 
 @dataclass
@@ -221,3 +223,25 @@ def _draw(families: list[_Family], noise: DraftNoise) -> None:
         drawn = noise.categorical(rows, requests, [family.growth.path(family.parent) for family in wide])
         for family, token in zip(wide, drawn, strict=True):
             family.tokens += [token] if token >= 0 else []
+
+
+# --- Growing drafts from heads that guess each place by itself: all tokens at one depth are chosen from one law.
+
+
+def wanted_places(growth: Growth, first: int) -> range:
+    """The places whose logits a draft may need, given the place of its own first token."""
+    return range(first, first + min(growth.max_depth, growth.budget))
+
+
+def grow_by_depth(growths: Sequence[Growth], logits: Sequence[Tensor], noise: DraftNoise) -> None:
+    """Grow drafts to their end.
+
+    Args:
+        growths: Drafts that grow.
+        logits: By draft: [num_places, vocab_size] of its `wanted_places`, before any parameter.
+        noise: For drawn tokens.
+    """
+    rows_of = {id(growth): rows for growth, rows in zip(growths, logits, strict=True)}
+    while alive := [growth for growth in growths if growth.growing]:
+        rows = [rows_of[id(growth)][growth.node(node).depth] for growth in alive for node in growth.level]
+        add_level(alive, torch.stack(rows), noise)

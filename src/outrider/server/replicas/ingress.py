@@ -1,30 +1,32 @@
-"""The ingress: the process that clients reach; it has no model and passes requests on to replicas."""
+"""The process that clients reach: it has no model, and passes requests on to replicas."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator
+from importlib import import_module
 from typing import Any
 
 from ray.exceptions import RayActorError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Scope
 
+from outrider.errors import ClosedError
 from outrider.server.access import check_access
-from outrider.server.api.sizes import check_headers, check_values
 from outrider.server.app import answer
-from outrider.server.calls import bearer, read_body
-from outrider.server.errors import ApiError, api_error
-from outrider.server.logs import log, write_logs
+from outrider.server.errors import ApiError, api_error, log, write_logs
+from outrider.server.lifecycle import bearer, read_body
 from outrider.server.metrics import MEDIA_TYPE
-from outrider.server.replicas.loopback import keep_replica_local
-from outrider.server.replicas.messages import Opening, Parcel
-from outrider.server.replicas.metrics import merged
-from outrider.server.replicas.prefixes import beginnings
-from outrider.server.settings import ServerSettings
+from outrider.server.replicas.routing import Opening, Parcel, beginnings, merged
+from outrider.server.requests import ServerSettings, check_headers, check_values
 from outrider.server.streams import DONE, event
-from outrider.server.tenancy.keys import ApiKeys
+from outrider.server.tenants import ApiKeys
+
+# --- The ingress: the process that clients reach; it has no model and passes requests on to replicas.
+
 
 #: A request is sent to a second replica if the first one dies before anything of the answer was sent. Not to a third one: a
 #: request that kills its replica would kill them all.
@@ -126,3 +128,138 @@ def _lost() -> ApiError:
     return ApiError(
         503, "the replica that wrote this answer has ended, and another one takes its place", code="replica_lost"
     )
+
+
+# --- Calls the application in this process without a socket: a request in, a status and parts of a body out.
+
+
+class Inside:
+    """Answers parcels with an application of ASGI.
+
+    Args:
+        app: The application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_open(self) -> int:
+        """Answers of which a part has not been read yet."""
+        return len(self._tasks)
+
+    def cut_off(self) -> None:
+        """End all answers that are under way; their readers get a ClosedError."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def answer(self, parcel: Parcel) -> AsyncGenerator[Opening | bytes, None]:
+        """The opening with the first part of the body, then what is ready of the rest, whole events at a time.
+
+        A reader that leaves ends the answer as a client does that leaves a server.
+
+        Raises:
+            ClosedError: The answer was cut off.
+        """
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        task = asyncio.create_task(self._run(parcel, messages))
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            start = await _next(messages, task)
+            part, more = await _body(messages, task)
+            yield Opening(start["status"], tuple(start["headers"]), part)
+            while more:
+                part, more = await _body(messages, task)
+                if part:
+                    yield part
+        finally:
+            self._tasks.discard(task)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self, parcel: Parcel, messages: asyncio.Queue[Message | None]) -> None:
+        body: list[Message] = [{"type": "http.request", "body": parcel.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if not body:
+                await asyncio.Event().wait()  # a client that leaves cancels the task
+            return body.pop()
+
+        async def send(message: Message) -> None:
+            messages.put_nowait(message)
+
+        await self._app(_scope(parcel), receive, send)
+
+
+def _scope(parcel: Parcel) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": parcel.method,
+        "scheme": "http",
+        "path": parcel.path,
+        "raw_path": parcel.path.encode(),
+        "query_string": parcel.query,
+        "root_path": "",
+        "headers": list(parcel.headers),
+        "client": None,
+        "server": None,
+    }
+
+
+async def _next(messages: asyncio.Queue[Message | None], task: asyncio.Task[None]) -> Message:
+    found = await messages.get()
+    if found is None:
+        if not task.cancelled():
+            task.result()  # raises what ended it
+        raise ClosedError
+    return found
+
+
+async def _body(messages: asyncio.Queue[Message | None], task: asyncio.Task[None]) -> tuple[bytes, bool]:
+    """The parts of a body that are ready, one at least, and whether there are more."""
+    parts, more = list[bytes](), True
+    while more and (not parts or not messages.empty()):
+        message = await _next(messages, task)
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts), more
+
+
+# --- Keeps the ports of a local Ray cluster on the loopback.
+#
+# Ray's processes listen at all addresses of a machine, so that other machines may join, and they run what they are
+# sent. Where all replicas are on this machine, nobody else has to reach them. Clients reach the address of `--host` all
+# the same.
+
+
+#: Named for the systems where clusters of several machines are off by default. "0" turns them off here, too.
+_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_LOOPBACK = "127.0.0.1"
+
+
+def keep_cluster_local() -> None:
+    """Let the cluster that this process starts be one of this machine alone; before Ray is imported."""
+    os.environ[_VARIABLE] = "0"
+
+
+def keep_replica_local() -> None:
+    """Let the replica whose process this is listen at the loopback, if its cluster is local; in its constructor.
+
+    Ray Serve gives no setting for the port at which a replica takes calls of other replicas.
+    """
+    if os.environ.get(_VARIABLE) != "0":
+        return
+    module = import_module("ray.serve._private.replica")
+    stock = getattr(module, "add_port_to_grpc_server", None)
+    if stock is None:
+        log("this version of Ray lets replicas listen at all addresses", {}, logging.WARNING)
+        return
+
+    def add_port(server: Any, address: str) -> Any:
+        return stock(server, f"{_LOOPBACK}:{address.rpartition(':')[2]}")
+
+    module.add_port_to_grpc_server = add_port  # type: ignore[attr-defined]

@@ -1,13 +1,15 @@
-"""Starts and ends the cluster: an ingress and the replicas."""
+"""Starts, watches and ends the cluster: an ingress, and engines in processes of their own."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing, contextmanager, suppress
+from time import monotonic
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -15,16 +17,18 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 
-from outrider.errors import OtherEngineError
-from outrider.server.logs import log
-from outrider.server.replicas.capacity import Machine, Share, threads_of
-from outrider.server.replicas.engine import EngineReplica
-from outrider.server.replicas.ingress import Ingress
-from outrider.server.replicas.router import PrefixRouter
-from outrider.server.replicas.watch import watched
+from outrider.errors import EngineDiedError, OtherEngineError
+from outrider.server.app import make_app
+from outrider.server.errors import log, write_logs
+from outrider.server.replicas.ingress import Ingress, Inside, keep_replica_local
+from outrider.server.replicas.routing import Machine, Opening, Parcel, PrefixRouter, Share, threads_of
+from outrider.server.requests import ServerSettings
 from outrider.server.service import Service
-from outrider.server.settings import ServerSettings
-from outrider.server.tenancy.keys import ApiKeys
+from outrider.server.streams import PARTING_SECONDS
+from outrider.server.tenants import ApiKeys
+
+# --- Starts and ends the cluster: an ingress and the replicas.
+
 
 #: More requests than a deployment ever has: the engines themselves refuse what is too much for them.
 _NO_LIMIT = 1_000_000
@@ -178,3 +182,113 @@ def _drain(seconds: int) -> None:
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)  # a second one must not cut off those who are being served
     raise SystemExit(0)
+
+
+# --- Logs how many replicas run, while they start and when one is lost.
+
+
+#: How often they are counted. A replica that was lost takes longer than that to be replaced.
+_SECONDS = 0.5
+
+
+@contextmanager
+def watched(count: int, num_running: Callable[[], int]) -> Iterator[Callable[[], None]]:
+    """Within the block, log how many replicas run whenever that changes.
+
+    Args:
+        count: How many there should be.
+        num_running: How many there are. Errors that it raises are taken for no answer.
+
+    Yields:
+        What looks at once, and not only at the next turn.
+    """
+    over, lock = threading.Event(), threading.Lock()
+    known: int | None = None
+
+    def look() -> None:
+        nonlocal known
+        with lock, suppress(Exception):  # who serves tells of an error; here it means only that nothing is known
+            found = num_running()
+            if found != known:
+                _tell(known, found, count)
+                known = found
+
+    def watch() -> None:
+        look()
+        while not over.wait(_SECONDS):
+            look()
+
+    thread = threading.Thread(target=watch, name="outrider-watch", daemon=True)
+    thread.start()
+    try:
+        yield look
+    finally:
+        over.set()
+        thread.join()
+
+
+def _tell(before: int | None, running: int, count: int) -> None:
+    facts = {"running": running, "replicas": count}
+    if before is not None and running < before:
+        log("a replica was lost", facts, logging.ERROR)
+    else:
+        log("replicas run" if running else "replicas start", facts)
+
+
+# --- An engine in a process of its own, without a socket.
+
+
+class EngineReplica:
+    """One replica of the engine, with the routes of a server.
+
+    Args:
+        make: Loads the model.
+    """
+
+    def __init__(self, make: Callable[[], Service]) -> None:
+        write_logs()
+        keep_replica_local()
+        self._service = make()
+        self._inside = Inside(make_app(self._service))
+
+    async def answer(self, parcel: Parcel) -> AsyncGenerator[Opening | bytes, None]:
+        """The answer to a request; see Inside.answer."""
+        async with aclosing(self._inside.answer(parcel)) as parts:
+            async for part in parts:
+                yield part
+
+    def check_health(self) -> None:
+        """Called by Ray Serve now and then, which replaces a replica that raises.
+
+        Raises:
+            EngineDiedError: Nothing is written here any more.
+        """
+        if self._service.status == "dead":
+            raise EngineDiedError
+
+    async def metrics(self) -> tuple[str, str]:
+        """The name of this replica, and its metrics for Prometheus."""
+        name: str = serve.get_replica_context().replica_id.unique_id
+        return name, (await self._service.metrics_text()).decode()
+
+    async def end(self, seconds: float) -> str:
+        """Refuse what is new, let the texts under way finish, and let the engine go.
+
+        Args:
+            seconds: How long they may take; then they are ended with an error, as a single server ends them.
+
+        Returns:
+            Whether anything is still held for texts that have ended, as Service.end says it.
+        """
+        self._service.draining = True
+        await self._rest(seconds)
+        self._service.deadlines.end_all()
+        await self._rest(PARTING_SECONDS)
+        self._inside.cut_off()
+        return await self._service.end()
+
+    async def _rest(self, seconds: float) -> None:
+        """Wait until nobody is being answered, or for so long."""
+        until = monotonic() + seconds
+        while (self._service.is_busy or self._inside.num_open) and monotonic() < until:
+            await asyncio.sleep(0.05)

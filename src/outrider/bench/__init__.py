@@ -1,1 +1,0 @@
-"""The benchmark: it measures in interleaved rounds what speculation is worth on this machine."""

@@ -1,1 +1,0 @@
-"""Other engines on the same weights, prompts and threads, measured in the same rounds."""

@@ -1,1 +1,0 @@
-"""Writes checkpoints in the file formats of other engines."""

@@ -1,0 +1,1 @@
+"""Who drafts in a step, how much, and what was drafted."""

@@ -1,1 +1,0 @@
-"""Proposers at work: who drafts for which sequence, how they are asked, governed and shown what came of it."""

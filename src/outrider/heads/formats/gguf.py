@@ -1,0 +1,282 @@
+"""The formats of llama.cpp for heads of EAGLE-3 and DFlash: one GGUF file each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.heads.block_networks import BlockHeadConfig, BlockReach
+from outrider.heads.features import FeatureHeadConfig
+from outrider.heads.formats.folder import FULL, SLIDING, HeadTensor, read_layer, read_layers
+from outrider.loading.gguf.architecture import ARCHITECTURES, FREQUENCY_FACTORS, Architecture, read_shape, row_order
+from outrider.loading.gguf.header import AGAIN, LAYER, GgufFile, Values, read_gguf
+
+# --- What GGUF files of all heads have in common: tensors by llama.cpp's names, an absolute d2t, and numbers of layers.
+#
+# `d2t` holds the target's token for each of the head's own, and not how far it lies away. Weights in blocks become
+# float32.
+
+
+#: What to do with a file that computes something else.
+ORIGINAL = "Use the head as it was published in safetensors."
+
+
+class GgufFormat(NamedTuple):
+    """A format for heads of one method in GGUF files.
+
+    Attributes:
+        architecture: The name of the kind of model that such a file gives.
+        read: The head that a file describes.
+        read_tensors: The tensors of a file by llama.cpp's names, and its rows as they are here.
+        prefixes: What names of tensors begin with in files, and here, for a head.
+    """
+
+    architecture: str
+    read: Callable[[str], FeatureHeadConfig]
+    read_tensors: Callable[[str], dict[str, HeadTensor]]
+    prefixes: Callable[[Any], dict[str, str]]
+
+
+def read_head_tensors(
+    file: GgufFile, unused: tuple[str, ...] = (), order: Callable[[str], Tensor | None] = lambda name: None
+) -> dict[str, HeadTensor]:
+    """The tensors of a file, with a d2t that says how far the target's token lies away, as the formats in folders have it.
+
+    Args:
+        file: The file.
+        unused: Names of tensors that are left out.
+        order: Gives the rows of a tensor in the order that they have here; None where they are in it.
+
+    Raises:
+        ModelLoadError: A tensor holds NaN or infinity, or its d2t is of another type.
+    """
+    found: dict[str, Tensor] = {}
+    for key, tensor in file.tensors.items():
+        if key == "d2t":
+            if tensor.type != "I64":
+                raise ModelLoadError(file.path, f"d2t is of type {tensor.type}, and I64 is needed", AGAIN)
+            found[key] = tensor.integers() - torch.arange(tensor.shape[0])
+        elif key not in unused:
+            rows, places = tensor.floats(), order(key)
+            found[key] = rows if places is None or len(places) != len(rows) else rows[places]
+            if not found[key].isfinite().all():
+                raise ModelLoadError(file.path, f"{key} holds NaN or infinity", AGAIN)
+    return {key: HeadTensor(tensor, Path(file.path).name) for key, tensor in found.items()}
+
+
+def read_vocab_size(values: Values) -> int:
+    """Width of the target's logits, which the file's vocabulary names too."""
+    tokens = values.file.metadata.get("tokenizer.ggml.tokens")
+    return values.count("vocab_size", len(tokens) if isinstance(tokens, list) and tokens else None)
+
+
+def read_draft_vocab_size(values: Values, vocab_size: int) -> int:
+    """Width of the head's own logits."""
+    drafted = values.file.tensors.get("d2t")
+    return vocab_size if drafted is None else drafted.shape[0]
+
+
+def read_target_layers(values: Values, names: tuple[str, ...]) -> tuple[int, ...]:
+    """The target's layers whose inputs a head reads.
+
+    Args:
+        values: Of the file.
+        names: Where they may stand, the usual name first.
+
+    Raises:
+        ModelLoadError: They are no layers from low to high.
+    """
+    ids: Any = next((found for name in names if (found := values.get(name)) is not None), None)
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids) or ids != sorted(set(ids)):
+        problem = f"its {values.architecture}.{names[0]} is {ids!r}, and no list of the target's layers from low to high"
+        raise ModelLoadError(values.file.path, problem, AGAIN)
+    return tuple(ids)
+
+
+# --- The format of llama.cpp's EAGLE-3 heads: one GGUF file, with llama.cpp's names and an absolute d2t.
+#
+# `target_layers` (`extract_layers` in older files) name the layers whose inputs are read, as files of SafeAILab do.
+# Rows of queries and keys are interleaved for neighbours that turn together, and are put back here. The residual is the
+# feature before its norm, unless `norm_before_residual` is true, and the next token reads what the layer left before
+# the norm of the output layer.
+
+
+#: Names of tensors in files, and here.
+EAGLE3_PREFIXES = {
+    "token_embd.": "embed_tokens.",
+    "output_norm.": "norm.",
+    "output.": "lm_head.",
+    "blk.0.attn_norm_2.": "layer.hidden_norm.",
+    **{f"blk.0.{name}.": f"layer.{own}." for name, own in LAYER.items()},
+}
+EAGLE3 = "eagle3"
+#: Its layer is one of Llama, and is written as one.
+_EAGLE3_LAYER = ARCHITECTURES["llama"]
+#: Names of the list of the target's layers; the first is written.
+LAYERS = ("target_layers", "extract_layers")
+#: Flags of forks that llama.cpp does not know.
+_FOREIGN_TO_EAGLE3 = ("fc_norm", "norm_before_fc", "norm_output")
+
+
+def _read_eagle3(path: str) -> FeatureHeadConfig:
+    """The head that a file describes.
+
+    Raises:
+        ModelLoadError: The file is corrupt, a value is missing, or is not what it has to be.
+        UnsupportedModelError: It holds a head that computes something else.
+    """
+    file = read_gguf(path)
+    values = Values(file)
+    for name in _FOREIGN_TO_EAGLE3:
+        if values.get(name):
+            raise UnsupportedModelError(path, f"it has {EAGLE3}.{name}, which is not known", ORIGINAL)
+    shape = read_shape(values, _EAGLE3_LAYER) | {"vocab_size": read_vocab_size(values)}
+    layer = read_layer(path, shape, "llama")
+    if FREQUENCY_FACTORS in file.tensors:
+        layer.rope_parameters = _scaled(file, layer)
+    normed = values.get("norm_before_residual")
+    return FeatureHeadConfig(
+        method="eagle3",
+        layer=layer,
+        target_hidden_size=values.count("target_hidden_size", layer.hidden_size),
+        vocab_size=layer.vocab_size,
+        draft_vocab_size=read_draft_vocab_size(values, layer.vocab_size),
+        aux_layers=read_target_layers(values, LAYERS),
+        norm_before_residual=bool(normed),
+    )
+
+
+def _read_eagle3_tensors(path: str) -> dict[str, HeadTensor]:
+    """The tensors of a file by llama.cpp's names, rows of queries and keys in order.
+
+    Raises:
+        ModelLoadError: The file is corrupt, a tensor holds NaN or infinity, or d2t is of another type.
+    """
+    layer = _read_eagle3(path).layer
+    return read_head_tensors(read_gguf(path), (FREQUENCY_FACTORS,), lambda name: row_order(_EAGLE3_LAYER, name, layer))
+
+
+def _eagle3_prefixes(config: FeatureHeadConfig) -> dict[str, str]:
+    """Names of tensors in files, and here."""
+    return EAGLE3_PREFIXES
+
+
+def _scaled(file: GgufFile, layer: Any) -> dict[str, Any]:
+    """Rotary positions whose frequencies are divided by the factors of a file, whatever the length of a text."""
+    factors = file.tensors[FREQUENCY_FACTORS].floats()
+    if factors.shape != (layer.head_dim // 2,) or not bool((factors > 0).all() and factors.isfinite().all()):
+        problem = f"its {FREQUENCY_FACTORS} are no factors of {layer.head_dim // 2} frequencies"
+        raise ModelLoadError(file.path, problem, AGAIN)
+    told = factors.tolist()
+    return {
+        "rope_type": "longrope", "rope_theta": layer.rope_parameters["rope_theta"], "short_factor": told,
+        "long_factor": told, "attention_factor": 1.0, "factor": 1.0,
+        "original_max_position_embeddings": layer.max_position_embeddings,
+    }  # fmt: skip
+
+
+GGUF_EAGLE3 = GgufFormat(EAGLE3, _read_eagle3, _read_eagle3_tensors, _eagle3_prefixes)
+
+
+# --- The format of llama.cpp's DFlash heads: one GGUF file with llama.cpp's names, and the target's embeddings.
+#
+# `target_layers` name the layers whose *inputs* are read, one more than z-lab's ids of the same layers, and
+# `block_size` counts the last token of the text too. The mask token stands among the values of the tokenizer. Norms are
+# stored as they are. Rows see their block both ways unless `attention.causal` is true. For layers with a window
+# llama.cpp and z-lab take different values where it is left out, so it is needed there.
+
+
+_DFLASH = "dflash"
+_WINDOW, _PATTERN, _CAUSAL = "attention.sliding_window", "attention.sliding_window_pattern", "attention.causal"
+#: Its layers are those of Qwen3, and are written as such.
+_DFLASH_LAYERS = Architecture("Qwen3Config", knows=(_WINDOW, _CAUSAL))
+_MASK = "tokenizer.ggml.mask_token_id"
+#: What DFlash 2 and DSpark add.
+_FOREIGN_TO_DFLASH = ("selector_rank", "conv_kernel_size", "hyper_connection_count", "sample_from_anchor")
+_OUTSIDE = {
+    "token_embd.": "embed_tokens.",
+    "enc.output_norm.": "hidden_norm.",
+    "output_norm.": "norm.",
+    "output.": "lm_head.",
+}
+
+
+def _read_dflash(path: str) -> BlockHeadConfig:
+    """The head that a file describes.
+
+    Raises:
+        ModelLoadError: The file is corrupt, a value is missing, or is not what it has to be.
+        UnsupportedModelError: It holds a head that computes something else.
+    """
+    values = Values(read_gguf(path))
+    for name in _FOREIGN_TO_DFLASH:
+        if values.get(name):
+            raise UnsupportedModelError(path, f"it has {_DFLASH}.{name}, which is not computed", ORIGINAL)
+    shape = read_shape(values, _DFLASH_LAYERS)
+    reaches = _reaches(values, shape["num_hidden_layers"])
+    layers = read_layers(path, shape | _windows(reaches) | {"vocab_size": read_vocab_size(values)}, "qwen3")
+    size, mask = values.count("block_size"), values.file.metadata.get(_MASK)
+    if size < 2:
+        raise ModelLoadError(path, f"its {_DFLASH}.block_size is {size}, and one row drafts nothing", AGAIN)
+    if type(mask) is not int or not 0 <= mask < layers.vocab_size:
+        raise ModelLoadError(path, f"its {_MASK} is {mask!r}, and no token of {layers.vocab_size}", AGAIN)
+    return BlockHeadConfig(
+        method="dflash",
+        layer=layers,
+        target_hidden_size=values.count("target_hidden_size", layers.hidden_size),
+        vocab_size=layers.vocab_size,
+        draft_vocab_size=read_draft_vocab_size(values, layers.vocab_size),
+        aux_layers=read_target_layers(values, ("target_layers",)),
+        block_size=size,
+        mask_token_id=mask,
+        reaches=reaches,
+    )
+
+
+def _read_dflash_tensors(path: str) -> dict[str, HeadTensor]:
+    """The tensors of a file by llama.cpp's names.
+
+    Raises:
+        ModelLoadError: The file is corrupt, a tensor holds NaN or infinity, or d2t is of another type.
+    """
+    return read_head_tensors(read_gguf(path))
+
+
+def _dflash_prefixes(config: FeatureHeadConfig) -> dict[str, str]:
+    """Names of tensors in files, and here."""
+    layers = range(config.layer.num_hidden_layers)
+    return _OUTSIDE | {f"blk.{i}.{name}.": f"layers.{i}.{own}." for i in layers for name, own in LAYER.items()}
+
+
+def _reaches(values: Values, num_layers: int) -> tuple[BlockReach, ...]:
+    """What rows see, by layer."""
+    causal, path = values.get(_CAUSAL), values.file.path
+    if causal is not None and not isinstance(causal, bool):
+        raise ModelLoadError(path, f"its {_DFLASH}.{_CAUSAL} is {causal!r}, and neither true nor false", AGAIN)
+    if not values.get(_WINDOW):
+        return (BlockReach(None, bool(causal)),) * num_layers
+    window, kinds = values.count(_WINDOW), values.get(_PATTERN)
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(type(kind) is not bool for kind in kinds):
+        problem = f"its {_DFLASH}.{_PATTERN} is {kinds!r}, and does not say which of {num_layers} layers have a window"
+        raise ModelLoadError(path, problem, AGAIN)
+    if causal is None and any(kinds):
+        problem = f"it has layers with a window and no {_DFLASH}.{_CAUSAL}, and engines take different values then"
+        raise ModelLoadError(path, problem, ORIGINAL)
+    return tuple(BlockReach(window if kind else None, bool(causal)) for kind in kinds)
+
+
+def _windows(reaches: tuple[BlockReach, ...]) -> dict[str, Any]:
+    """The windows as transformers' configuration has them."""
+    windows = [reach.window for reach in reaches]
+    if not any(windows):
+        return {}
+    kinds = [SLIDING if window else FULL for window in windows]
+    return {"layer_types": kinds, "sliding_window": max(filter(None, windows)), "use_sliding_window": True}
+
+
+GGUF_DFLASH = GgufFormat(_DFLASH, _read_dflash, _read_dflash_tensors, _dflash_prefixes)

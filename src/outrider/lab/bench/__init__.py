@@ -1,0 +1,1 @@
+"""The benchmark: what is run, what was found, and how it is shown."""

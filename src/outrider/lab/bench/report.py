@@ -1,0 +1,282 @@
+"""Results as tables for the terminal and as Markdown. Figures that must not be a headline are marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from outrider.lab.bench.results import Advice, CellResult, ModelResult, Outcome, Results, WayResult
+from outrider.lab.measure.figures import LOOPS_ABOVE, Spread
+from outrider.lab.measure.machine import PRODUCT_SIZE
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+HEADING = "What pays here"
+SPEED = ("way", "tokens/s", "speedup", "first ms", "whole tokens/s", "whole", "gaps ms", "GiB", "8-grams")
+PREFILL = ("model", "position", "rows", "ms", "tokens/s", "GFLOP/s", "of the peak")
+DRAFTS = ("way", "tau", "expected", "a pass", "accepted %", "eta", "1/C", "time %")
+#: A table of a report: its title, its columns and its rows.
+Section = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
+#: Blanks between two columns.
+_GAP = 2
+#: What the columns of a table mean, by its columns.
+LEGENDS = {
+    SPEED: (
+        "Medians over interleaved rounds, with their range. tokens/s, speedup: decoding, over our own plain decoding in "
+        "the same round. first: to the first token. whole: with the prompt. gaps: between arrivals, median and 99th "
+        "percentile. GiB: peak of memory. 8-grams: share repeated."
+    ),
+    DRAFTS: (
+        "tau: mean acceptance length. expected: (1 - a^(K+1)) / (1 - a) of conditional acceptance a and draft length K. "
+        "a pass: tokens per target pass, with or without a draft. accepted: conditional, position by position. "
+        "eta: speedup / tau; 1/C: what it would be if only the target's pass cost time. time: propose/forward/verify/host."
+    ),
+    PREFILL: (
+        "GFLOP/s: multiplications and additions of a part of a prompt, products with weights and attention, over its time. "
+        "of the peak: of what torch's product of two matrices reaches here in the model's type, or in float32 where that "
+        "is more."
+    ),
+}
+#: What marks in the columns of SPEED mean; told where they stand.
+MARKS = {
+    "disturbed": "disturbed: seemed faster than its tokens per pass allow, also when measured again.",
+    "loops": f"loops: greedy text that repeats more than {LOOPS_ABOVE:.0%}, which flatters every proposer: no headline.",
+    "replay": "replay: recorded text, forced as the target's choice at full target cost.",
+}
+
+
+def tables(results: Results, cells: Sequence[CellResult], width: int) -> list[Table]:
+    """Tables for the terminal: what a pass costs, and then the speed and the drafts of each cell.
+
+    The first table of a kind says below what its columns mean.
+
+    Args:
+        results: The results.
+        cells: The cells whose speed is shown.
+        width: Characters of a line. Columns that have no room go into a further table below.
+    """
+    from rich.table import Table
+
+    views = []
+    sections = list(_sections(results, cells))
+    legends = _legends(sections)
+    for title, columns, rows in sections:
+        for part in _parts(columns, rows, width):
+            look: Any = {"title_justify": "left", "title_style": "bold", "header_style": "dim"}
+            look |= {"caption_justify": "left", "caption_style": "dim"}
+            view = Table(title=title if part[1] == 1 else None, box=None, pad_edge=False, padding=(0, _GAP, 0, 0), **look)
+            for number in part:
+                view.add_column(columns[number], justify="right" if number else "left", no_wrap=True)
+            for row in rows:
+                view.add_row(*(row[number] for number in part))
+            views.append(view)
+        views[-1].caption = legends.pop(columns, None)
+    return views
+
+
+def _parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
+    """Columns that stand beside each other, the first one in every part: no number is cut off."""
+    wide = [max(map(len, (name, *(row[number] for row in rows)))) + _GAP for number, name in enumerate(columns)]
+    parts = [[0]]
+    for number in range(1, len(columns)):
+        if len(parts[-1]) > 1 and sum(wide[each] for each in (*parts[-1], number)) - _GAP > width:
+            parts.append([0])
+        parts[-1].append(number)
+    return parts
+
+
+def _legends(sections: Iterable[Section]) -> dict[tuple[str, ...], str]:
+    """What the columns of each kind of table mean, and the marks that stand in it."""
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for _, columns, rows in sections:
+        cells.setdefault(columns, []).extend(cell for row in rows for cell in row)
+    found = {}
+    for columns in [each for each in LEGENDS if each in cells]:
+        marks = [text for mark, text in MARKS.items() if columns == SPEED and any(mark in cell for cell in cells[columns])]
+        found[columns] = " ".join([LEGENDS[columns], *marks])
+    return found
+
+
+def conclusion(advice: Iterable[Advice]) -> Text:
+    """Text for the terminal: what pays, and the lines that use it."""
+    from rich.text import Text
+
+    styles = {Outcome.PAYS: "bold green", Outcome.UNCLEAR: "bold yellow", Outcome.PLAIN: "bold red"}
+    text = Text(HEADING, "bold")
+    for said in advice:
+        text.append(f"\n{said.group}: ", "dim")
+        text.append(said.text, styles.get(said.outcome, "bold"))
+        for line in pasted(said):
+            text.append(f"\n    {line}", "not bold")
+    return text
+
+
+def pasted(advice: Advice) -> list[str]:
+    """The lines that use what is best. There are none where nothing is known."""
+    return [] if advice.python is None or advice.command is None else [advice.python, advice.command]
+
+
+def markdown(results: Results, cells: Sequence[CellResult], command: str, plots: Iterable[str] = ()) -> str:
+    """A page for a document.
+
+    Args:
+        results: The results, with machine, costs and notes.
+        cells: The cells that the page shows.
+        command: The command that makes the page.
+        plots: The names of image files beside it.
+    """
+    lines = ["# Benchmark", "", f"{machine_line(results)} Made by `{command}`.", ""]
+    lines += [f"- {note}" for note in results.remarks]
+    lines += ["", f"## {HEADING}"]
+    for said in results.advice:
+        lines += ["", f"**{said.group}**: {said.text}"]
+        lines += ["", *(f"    {line}" for line in pasted(said))] if pasted(said) else []
+    sections = list(_sections(results, cells))
+    legends = _legends(sections)
+    for title, columns, rows in sections:
+        lines += ["", f"## {title}"]
+        lines += ["", legends.pop(columns)] if columns in legends else []
+        lines += ["", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines += [part for name in plots for part in ("", f"![{name}]({name})")]
+    return "\n".join(lines) + "\n"
+
+
+def machine_line(results: Results) -> str:
+    """One sentence about the machine and the versions."""
+    facts = results.machine
+    read = "" if results.bandwidth is None else f" Reads {results.bandwidth / 1e9:.1f} GB/s from memory."
+    where = "" if facts["device"] == "cpu" else f", {facts['device']}"
+    kernels = f" (kernels: {facts['kernels']})" if "kernels" in facts else ""
+    multiplied = " and ".join(f"{peak / 1e9:.0f} GFLOP/s in {name}" for name, peak in results.products.items())
+    if multiplied:
+        read += f" torch multiplies two matrices of {PRODUCT_SIZE} x {PRODUCT_SIZE} at {multiplied}."
+    return (
+        f"{facts['cpu']}, {facts['instruction_set']}{kernels}, {facts['threads']} threads{where}, "
+        f"outrider {facts['outrider']}, torch {facts['torch']}, transformers {facts['transformers']}, "
+        f"Python {facts['python']}.{read}"
+    )
+
+
+def _sections(results: Results, cells: Sequence[CellResult]) -> Iterable[Section]:
+    """The tables of a report."""
+    yield from _costs(results)
+    for found in cells:
+        yield _title(found), SPEED, [speed_row(found, way) for way in found.shown]
+        if any(way.tau is not None for way in found.shown):
+            drafting = [way for way in found.shown if way.tau is not None or way.plain]
+            yield f"{found.cell.load}: drafts", DRAFTS, [draft_row(way) for way in drafting]
+
+
+def _title(found: CellResult) -> str:
+    """The load, and how near plain decoding comes to the limit of the memory."""
+    share = next((way.bandwidth_share for way in found.ways if way.bandwidth_share is not None), None)
+    return found.cell.load + ("" if share is None else f" (plain decoding reads weights at {share:.0%} of the bandwidth)")
+
+
+def _costs(results: Results) -> Iterable[Section]:
+    """The tables of what passes cost: ratios, milliseconds, and parts of a prompt."""
+    places = [(name, model, context) for name, model in results.models.items() for context in model.pass_seconds]
+    counts = sorted({n for _, model, context in places for n in model.pass_seconds[context]})
+    ratios, times = [], []
+    for name, model, context in places:
+        seconds, costs = model.pass_seconds[context], model.row_costs(context)
+        about = (_shown_model(name, model), f"{context}")
+        one = _milliseconds(seconds[1]) if 1 in seconds else ""
+        ratios.append((*about, one, *(f"{costs[n]:.2f}" if n in costs else "" for n in counts if n > 1)))
+        times.append((*about, *(_milliseconds(seconds[n]) if n in seconds else "" for n in counts)))
+    rows = tuple(f"n={n}" for n in counts)
+    yield (
+        "What a pass costs by its rows, C(n) = T(n) / T(1)",
+        ("model", "context", "T(1) ms", *(f"n={n}" for n in counts if n > 1)),
+        ratios,
+    )
+    yield "The same in milliseconds, T(n)", ("model", "context", *rows), times
+    if any(model.prefill for model in results.models.values()):
+        yield "How fast prompts are read, in parts", PREFILL, list(_prefill_rows(results))
+
+
+def _shown_model(name: str, model: ModelResult) -> str:
+    return name if model.positions is None else f"{name} (stretched to {model.positions})"
+
+
+def _milliseconds(seconds: float) -> str:
+    """Milliseconds, with a decimal below a hundred. A table of many columns has no room for more."""
+    return f"{1e3 * seconds:.1f}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
+
+
+def _prefill_rows(results: Results) -> Iterator[tuple[str, ...]]:
+    """The columns of PREFILL."""
+    for name, model in results.models.items():
+        peak = results.product_peak(name.rpartition(", ")[2])
+        for part in model.prefill:
+            done = part.operations_per_second
+            yield (
+                _shown_model(name, model),
+                f"{part.start}",
+                f"{part.rows}",
+                _milliseconds(part.seconds),
+                f"{part.tokens_per_second:.0f}",
+                "" if done is None else f"{done / 1e9:.0f}",
+                "" if done is None or peak is None else f"{done / peak:.0%}",
+            )
+
+
+def speed_row(found: CellResult, way: WayResult) -> tuple[str, ...]:
+    """The columns of SPEED."""
+    speed = "?" if way.tokens_per_second is None else _spread(way.tokens_per_second)
+    first = way.time_to_first_token
+    gaps = "" if way.gap_p50 is None or way.gap_p99 is None else f"{1e3 * way.gap_p50:.1f}/{1e3 * way.gap_p99:.1f}"
+    peaks = [f"{bytes_ / 2**30:.2f}" for bytes_ in (way.peak_resident, way.peak_cuda) if bytes_ is not None]
+    return (
+        way.name,
+        speed,
+        "1" if way.plain else "disturbed" if way.disturbed else _times(way.speedup),
+        "" if first is None else f"{1e3 * first.median:.0f}",
+        f"{way.whole_tokens_per_second.median:.1f}",
+        "1" if way.plain or way.whole_speedup is None else f"{way.whole_speedup.median:.2f}x",
+        gaps,
+        " + cuda ".join(peaks),
+        f"{way.repeated_8grams:.0%}{_mark(found, way)}",
+    )
+
+
+def draft_row(way: WayResult) -> tuple[str, ...]:
+    """The columns of DRAFTS."""
+    positions = "/".join("-" if a is None else f"{100 * a:.0f}" for a in way.acceptance_by_position[:8])
+    if len(way.acceptance_by_position) > 8:
+        positions += "/…"
+    phases = ("propose", "forward", "verify", "host")
+    return (
+        way.name,
+        *(_number(value) for value in (way.tau, way.expected_tokens, way.tokens_per_pass)),
+        positions,
+        _number(way.eta),
+        _number(way.eta_limit),
+        "/".join(f"{100 * way.shares[phase]:.0f}" for phase in phases) if way.shares else "",
+    )
+
+
+def _mark(found: CellResult, way: WayResult) -> str:
+    if found.cell.replay:
+        return " replay"
+    return " loops" if found.flatters(way) else ""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _times(value: Spread | None) -> str:
+    return "" if value is None else f"{value.median:.2f}x{_range(value, 2)}"
+
+
+def _spread(value: Spread) -> str:
+    return f"{value.median:.1f}{_range(value, 1)}"
+
+
+def _range(value: Spread, digits: int) -> str:
+    """From the smallest to the largest value; nothing where one round gave one value."""
+    return "" if value.low == value.high else f" ({value.low:.{digits}f}-{value.high:.{digits}f})"

@@ -1,0 +1,423 @@
+"""The results of a benchmark: medians over rounds, ratios within each round, and their JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from statistics import median
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from outrider.lab.bench.plan import Cell
+from outrider.lab.measure import machine
+from outrider.lab.measure.decoding_config import Recipe, precision
+from outrider.lab.measure.figures import (
+    LOOPS_ABOVE,
+    Spread,
+    conditional_acceptance,
+    expected_tokens,
+    percentile,
+    repeated_8grams,
+    row_cost_ratio,
+)
+from outrider.lab.measure.writing import SLACK, Contestant, Run, believed_rounds
+from outrider.results import RequestStats
+
+# --- The results: the figures of every way in every cell, and the costs of rows. They are kept as JSON from run to run.
+
+
+#: The tokens before the rows of passes in results that were kept before other contexts were measured.
+_EARLIER_CONTEXT = 128
+
+
+class WayResult(BaseModel):
+    """The figures of one way in one cell. A figure is None where it cannot be known.
+
+    Attributes:
+        name: "draft_model k=3", or "PEER: mode" for a peer.
+        peer: The peer to which the way belongs. None for a way of our own.
+        tokens_per_second: The speed of decoding: the tokens after the first step, over the time after it.
+        whole_tokens_per_second: All tokens over the whole time, prompts included.
+        speedup: The speed of decoding over that of our plain decoding in the same round.
+        whole_speedup: The same ratio with prompts included.
+        time_to_first_token: Seconds until the first token.
+        gap_p50, gap_p99: The median and the 99th percentile of the seconds between arrivals within a text.
+        num_tokens: The tokens written in all rounds.
+        tau: The mean acceptance length, 1 + accepted / verified drafts. Where a peer does not count these, it is the
+            number of tokens per pass.
+        tokens_per_pass: The tokens over the passes of the target, including passes without a draft.
+        draft_length: The mean number of positions of a draft.
+        rows: The mean number of rows of a pass that verified a draft: the draft tokens and one more.
+        acceptance: The conditional acceptance over all positions together.
+        acceptance_by_position: The conditional acceptance at each position. None where no draft reached the position.
+        tries_by_position: The number of drafts behind each of these.
+        expected_tokens: (1 - a^(K+1)) / (1 - a) for that acceptance and draft length.
+        eta: speedup / tau.
+        eta_limit: 1 / C for those rows, behind the measured context that is nearest to the length of the texts. This is
+            what eta would be if only the pass of the target cost time.
+        shares: The shares of a step's time by phase: propose, forward, verify, host.
+        peak_resident, peak_cuda: Peaks of memory in bytes.
+        bandwidth_share: The bytes of weights read per second, over what the machine can read. Known for plain decoding in
+            batch 1.
+        repeated_8grams: The median over texts of the share of repeated 8-grams.
+        loops: Whether that share is too large for a headline.
+        disturbed: Whether other work disturbed it so that its speed cannot be true. Then its speedups are None.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    peer: str | None = None
+    tokens_per_second: Spread | None
+    whole_tokens_per_second: Spread
+    speedup: Spread | None = None
+    whole_speedup: Spread | None = None
+    time_to_first_token: Spread | None = None
+    gap_p50: float | None = None
+    gap_p99: float | None = None
+    num_tokens: int
+    tau: float | None = None
+    tokens_per_pass: float | None = None
+    draft_length: float | None = None
+    rows: float | None = None
+    acceptance: float | None = None
+    acceptance_by_position: list[float | None] = []
+    tries_by_position: list[int] = []
+    expected_tokens: float | None = None
+    eta: float | None = None
+    eta_limit: float | None = None
+    shares: dict[str, float] = {}
+    peak_resident: int | None = None
+    peak_cuda: int | None = None
+    bandwidth_share: float | None = None
+    repeated_8grams: float
+    loops: bool
+    disturbed: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is our own plain decoding."""
+        return self.peer is None and self.name == "plain"
+
+    @property
+    def drafted(self) -> bool:
+        """Whether any draft was verified."""
+        return self.tau is not None
+
+
+class CellResult(BaseModel):
+    """A cell, and its ways in the order of their turns.
+
+    Attributes:
+        cell: The cell.
+        ways: The figures of every way that wrote all texts.
+        dropouts: Who failed, and why.
+        recipes: How to use each of our own ways, by its name.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    cell: Cell
+    ways: list[WayResult]
+    dropouts: list[str] = []
+    recipes: dict[str, Recipe] = {}
+
+    @property
+    def disturbed(self) -> list[str]:
+        """The names of the ways whose speed cannot be true. Where there are any, the cell is not kept."""
+        return [way.name for way in self.ways if way.disturbed]
+
+    def flatters(self, way: WayResult) -> bool:
+        """Whether a way wrote greedy text that loops. Every proposer guesses it, so its figures must not be a headline."""
+        return way.loops and self.cell.sampling == "greedy"
+
+    @property
+    def shown(self) -> list[WayResult]:
+        """Our own ways, and for every peer its plain decoding and the best of its other modes."""
+        return [way for way in self.ways if way.peer is None or way.name in self._chosen]
+
+    @property
+    def _chosen(self) -> set[str]:
+        found = set()
+        for peer in {way.peer for way in self.ways if way.peer is not None}:
+            modes = [way for way in self.ways if way.peer == peer]
+            plain = [way for way in modes if way.name.endswith(": plain")]
+            others = [way for way in modes if way not in plain]
+            best = max(others, key=lambda way: way.whole_tokens_per_second.median, default=None)
+            found |= {way.name for way in (*plain, *([best] if best else ()))}
+        return found
+
+
+class PrefillResult(BaseModel):
+    """One pass over a part of a prompt.
+
+    Attributes:
+        start: The tokens before its rows.
+        rows: Its rows.
+        seconds: Its time.
+        operations: Its multiplications and additions: the products with weights, the output head for one row, and the
+            attention of every row to all that it sees. None where they depend on the tokens.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    start: int
+    rows: int
+    seconds: float
+    operations: int | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.rows / self.seconds
+
+    @property
+    def operations_per_second(self) -> float | None:
+        return None if self.operations is None else self.operations / self.seconds
+
+
+class ModelResult(BaseModel):
+    """The costs of a model in one precision.
+
+    Attributes:
+        pass_seconds: The seconds of a pass by the number of tokens before its rows, and by its number of rows.
+        prefill: The passes over parts of a prompt.
+        positions: How many positions its rotary range was stretched to for these passes. None where it was not.
+        weight_bytes: The bytes of weights that decoding a token reads. None for mixtures of experts.
+        num_parameters: The number of parameters.
+        doubt: Why the times cannot be believed; None where they can. Those that cannot are not kept.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    pass_seconds: dict[int, dict[int, float]]
+    prefill: list[PrefillResult] = []
+    positions: int | None = None
+    weight_bytes: int | None
+    num_parameters: int
+    doubt: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _before_there_were_contexts(cls, given: Any) -> Any:
+        """Results that were kept earlier hold `row_seconds`, which were measured behind 128 tokens."""
+        if isinstance(given, dict) and "row_seconds" in given:
+            rest = {name: value for name, value in given.items() if name != "row_seconds"}
+            return {"pass_seconds": {_EARLIER_CONTEXT: given["row_seconds"]}, **rest}
+        return given
+
+    def row_costs(self, context: int) -> dict[int, float]:
+        """C(n) = T(n) / T(1) behind a context, for each number n of rows. Empty where T(1) is not known."""
+        seconds = self.pass_seconds[context]
+        base = seconds.get(1)
+        return {} if base is None else {n: found / base for n, found in seconds.items()}
+
+    def seconds_near(self, context: float) -> dict[int, float]:
+        """The seconds of a pass by its rows, behind the measured context that is nearest. Empty where there is none."""
+        nearest = min(self.pass_seconds, key=lambda known: abs(known - context), default=None)
+        return {} if nearest is None else self.pass_seconds[nearest]
+
+
+class Outcome(StrEnum):
+    """What an advice recommends."""
+
+    PAYS = "pays"
+    UNCLEAR = "unclear"
+    PLAIN = "plain"
+    LOOPS = "loops"
+    ABSENT = "absent"
+    DISTURBED = "disturbed"
+
+
+class Advice(BaseModel):
+    """What pays in one precision, sampled one way, so many texts at a time.
+
+    Attributes:
+        group: "model, dtype, sampling, batch n".
+        outcome: PAYS where a way was faster than plain decoding in each of several rounds; PLAIN where the best was slower
+            in each, or where none drafted; UNCLEAR where rounds disagree or there was only one; LOOPS where all text
+            repeats itself and says nothing; ABSENT where no way to draft took part.
+        way: The best way to draft. None where no way drafted text that counts.
+        speedup: The speed of its decoding over plain decoding: the median over workloads, and the range over all rounds.
+        never_drafted: The ways that never found anything to draft.
+        text: All of this in sentences.
+        python, command: A line of Python and a command line that use what is best. None where there is none.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    group: str
+    outcome: Outcome
+    way: str | None
+    speedup: Spread | None
+    never_drafted: list[str]
+    text: str
+    python: str | None
+    command: str | None
+
+
+class Results(BaseModel):
+    """All results of one machine with one set of versions.
+
+    Attributes:
+        machine: Hardware and versions.
+        bandwidth: The bytes per second that the machine reads from memory.
+        products: The operations per second of torch's product of two matrices, by the name of their type.
+        models: The costs of models, by "model, dtype".
+        cells: The cells, by `Cell.key`.
+        advice: What pays, for each group of cells.
+        notes: What was left out, and why.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    machine: dict[str, Any]
+    bandwidth: float | None = None
+    products: dict[str, float] = {}
+    models: dict[str, ModelResult] = {}
+    cells: dict[str, CellResult] = {}
+    advice: list[Advice] = []
+    notes: list[str] = []
+
+    def product_peak(self, dtype: str) -> float | None:
+        """The operations per second that torch's product reaches in a precision, or in float32 where that is more."""
+        names = (precision(dtype)["dtype"], "float32")
+        known = [self.products[name] for name in names if name in self.products]
+        return max(known, default=None)
+
+    @property
+    def believed(self) -> Results:
+        """The same without what other work disturbed."""
+        cells = {key: found for key, found in self.cells.items() if not found.disturbed}
+        models = {name: model for name, model in self.models.items() if model.doubt is None}
+        return self.model_copy(update={"cells": cells, "models": models})
+
+    def note(self, text: str) -> None:
+        """Add a note, unless it is there already."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    @property
+    def remarks(self) -> list[str]:
+        """The notes, who dropped out of a cell, and what other work disturbed, each once."""
+        dropouts = [said for found in self.cells.values() for said in found.dropouts]
+        doubts = [f"passes of {name} were disturbed: {model.doubt}" for name, model in self.models.items() if model.doubt]
+        doubts += [
+            f"{found.cell.load} was disturbed: {', '.join(found.disturbed)} seemed faster than can be. It is not kept: "
+            "measure it again when the machine is at rest"
+            for found in self.cells.values()
+            if found.disturbed
+        ]
+        return list(dict.fromkeys([*self.notes, *dropouts, *doubts]))
+
+
+# --- Turns runs into figures: medians over rounds, and ratios within each round.
+
+
+PLAIN = "plain"
+
+
+def summarise(
+    contestants: Sequence[Contestant],
+    runs: Mapping[str, list[Run]],
+    batch: int,
+    model: ModelResult,
+    bandwidth: float | None,
+    context: float,
+) -> list[WayResult]:
+    """The figures of every contestant. Speedups are over our plain decoding in the same round.
+
+    Args:
+        contestants: The contestants in the order of their turns.
+        runs: The runs of each contestant by its name, round by round. Contestants without runs get no figures.
+        batch: The number of texts at a time.
+        model: The costs of the target.
+        bandwidth: The bytes per second that the machine reads.
+        context: The mean length of the texts while they are written.
+    """
+    found = [_summary(c, runs[c.name], runs[PLAIN], batch, model, bandwidth) for c in contestants if c.name in runs]
+    for result in found:
+        _add_limits(result, batch, model.seconds_near(context))
+    return found
+
+
+def _summary(
+    contestant: Contestant, runs: list[Run], plain: list[Run], batch: int, model: ModelResult, bandwidth: float | None
+) -> WayResult:
+    speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
+    result = WayResult(
+        name=contestant.name,
+        peer=contestant.peer,
+        tokens_per_second=Spread.of(speeds),
+        whole_tokens_per_second=_certain([run.whole_tokens_per_second for run in runs]),
+        time_to_first_token=Spread.of([seconds for run in runs for seconds in run.first_token_seconds]),
+        gap_p50=percentile([gap for run in runs for gap in run.gaps], 0.50),
+        gap_p99=percentile([gap for run in runs for gap in run.gaps], 0.99),
+        num_tokens=sum(run.num_tokens for run in runs),
+        shares={phase: median(run.shares[phase] for run in runs) for phase in runs[0].shares},
+        peak_resident=max((r.peak.resident for r in runs if r.peak and r.peak.resident is not None), default=None),
+        peak_cuda=max((r.peak.cuda for r in runs if r.peak and r.peak.cuda is not None), default=None),
+        repeated_8grams=(repeated := median(repeated_8grams(ids) for run in runs for ids in run.token_ids)),
+        loops=repeated > LOOPS_ABOVE,
+    )
+    if not result.plain:
+        pairs = list(zip(runs, plain, strict=True)) if contestant.peer else believed_rounds(runs, plain)
+        result.disturbed = not pairs
+        result.speedup = _ratios(pairs, lambda run: run.tokens_per_second)
+        result.whole_speedup = _ratios(pairs, lambda run: run.whole_tokens_per_second)
+    elif batch == 1 and bandwidth and model.weight_bytes and result.tokens_per_second is not None:
+        share = result.tokens_per_second.median * model.weight_bytes / bandwidth
+        result.bandwidth_share = share if share <= SLACK else None
+    _add_drafts(result, runs)
+    return result
+
+
+def reads_too_fast(runs: Mapping[str, list[Run]], batch: int, model: ModelResult, bandwidth: float | None) -> bool:
+    """Whether plain decoding of one text read weights faster than memory gives them, although they fit no cache."""
+    speeds = [run.tokens_per_second for run in runs[PLAIN] if run.tokens_per_second is not None]
+    if batch != 1 or not bandwidth or not model.weight_bytes or not speeds:
+        return False
+    return median(speeds) * model.weight_bytes > SLACK * bandwidth and not machine.fits_a_cache(model.weight_bytes)
+
+
+def _certain(values: list[float]) -> Spread:
+    spread = Spread.of(values)
+    assert spread is not None
+    return spread
+
+
+def _ratios(rounds: Sequence[tuple[Run, Run]], speed: Callable[[Run], float | None]) -> Spread | None:
+    """The ratios of two speeds within each round. A round does not count where one of the two is not known."""
+    pairs = [(speed(run), speed(base)) for run, base in rounds]
+    return Spread.of([a / b for a, b in pairs if a is not None and b is not None])
+
+
+def _add_drafts(result: WayResult, runs: list[Run]) -> None:
+    """Add acceptance, and what it should be worth."""
+    counts = RequestStats()
+    for run in runs:
+        counts.add(run.drafts or RequestStats())
+    num_passes = sum(run.num_passes or 0 for run in runs)
+    if num_passes:
+        result.tokens_per_pass = result.num_tokens / num_passes
+    if counts.num_drafts:
+        result.tau = 1.0 + counts.num_accepted_tokens / counts.num_drafts
+        result.rows = 1.0 + counts.num_draft_tokens / counts.num_drafts
+        result.draft_length = sum(counts.drafted_per_position) / counts.num_drafts
+        tried = counts.tried_per_position
+        result.tries_by_position = list(tried)
+        result.acceptance_by_position = conditional_acceptance(counts.accepted_per_position[: len(tried)], tried)
+        if sum(tried):
+            result.acceptance = sum(counts.accepted_per_position) / sum(tried)
+            result.expected_tokens = expected_tokens(result.acceptance, result.draft_length)
+    elif result.peer is not None and result.tokens_per_pass is not None and result.tokens_per_pass > 1.0:
+        result.tau = result.tokens_per_pass
+    if result.tau is not None and result.speedup is not None:
+        result.eta = result.speedup.median / result.tau
+
+
+def _add_limits(result: WayResult, batch: int, row_seconds: Mapping[int, float]) -> None:
+    """Add what eta would be if only the target's pass cost time."""
+    if result.rows is not None:
+        cost = row_cost_ratio(row_seconds, batch * result.rows, batch)
+        result.eta_limit = None if cost is None else 1.0 / cost

@@ -1,0 +1,115 @@
+"""Settings of a benchmark run, validated before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from outrider.config import QUANTIZATIONS, ROUNDED_ROWS, DTypeName, Frozen, QuantizationName
+from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.lab.measure.tasks import LONG, LONG_WORKLOADS, WORKLOADS
+from outrider.lab.peers.known import PEERS
+
+SamplingName = Literal["greedy", "T=1"]
+Batch = Annotated[int, Field(ge=1, le=64)]
+Context = Annotated[int, Field(ge=1, le=131_072)]
+Chunk = Annotated[int, Field(ge=1, le=4_096)]
+
+ALL_PEERS = "all"
+
+#: How weights may be held that rounded rows meet. Those in a dtype are quantised in their files.
+_BESIDE_ROWS = (*QUANTIZATIONS, "auto", "bfloat16", "float32")
+#: Rounded weights, and rows that are rounded before they meet them.
+RoundedRowsName = Annotated[str, Field(pattern=rf"^({'|'.join(_BESIDE_ROWS)}){re.escape(ROUNDED_ROWS)}$")]
+#: How weights are held: in a dtype, or quantized.
+PrecisionName = DTypeName | QuantizationName | RoundedRowsName
+
+
+class BenchSettings(Frozen):
+    """What to measure. Empty tuples and None leave the choice to the plan.
+
+    Attributes:
+        model: Folder or hub id of the target. None takes the embedded one.
+        draft_model: Its draft model. None takes the embedded one for the embedded target, and none for other targets.
+        wide: Whether the target is the wide copy of the embedded one.
+        dtypes: The precisions, measured one after another. Rounded weights are used with bfloat16, and with
+            "+a8" behind them rows are rounded to 8 bits, too; "auto+a8" is for files whose weights are quantised.
+        device: The device, as LLM takes it.
+        num_threads: The number of threads that compute. None leaves torch's.
+        workloads: Names of built-in workloads. "long" stands for all that have long prompts.
+        prompts: A JSONL file with prompts of the user.
+        spec_bench: A file in the question format of Spec-Bench.
+        replay: "copy", or a JSONL file of recorded texts.
+        ways: The ways to decode, in the form NAME, NAME:LENGTH or NAME=FOLDER:LENGTH.
+        batches: The numbers of texts at a time, 1 to 64.
+        samplings: Greedy, or temperature 1.
+        num_prompts: The number of prompts of a workload. They are written in rounds of the batch.
+        max_tokens: The output tokens of every text.
+        contexts: The numbers of tokens behind which passes are timed.
+        chunks: The numbers of prompt rows whose passes are timed, at the beginning of a text and behind each context.
+        peers: Other engines by name, or "all".
+        full: Measure everything, and go on where an earlier run stopped.
+        quick: Measure one workload, sampled, one short text at a time, where nothing else is asked for.
+        out: The folder for results. None writes no results.
+
+    Raises:
+        InvalidParameterError: A value is outside its range.
+        ContradictionError: Two settings cannot hold together.
+    """
+
+    model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
+    draft_model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
+    wide: bool = False
+    dtypes: tuple[PrecisionName, ...] = Field(
+        (),
+        description="Use auto, float64, float32, bfloat16, float16, int8, int4, int4+a8, or another way to round.",
+    )
+    device: str | None = None
+    num_threads: int | None = Field(None, ge=1, description="Use 1 or more.")
+    workloads: tuple[str, ...] = ()
+    prompts: Path | None = None
+    spec_bench: Path | None = None
+    replay: str | None = Field(None, min_length=1, description="Use copy, or a JSONL file.")
+    ways: tuple[str, ...] = ()
+    batches: tuple[Batch, ...] = Field((), description="Use 1 to 64.")
+    samplings: tuple[SamplingName, ...] = Field((), description="Use greedy or T=1.")
+    num_prompts: int | None = Field(None, ge=1, description="Use 1 or more.")
+    max_tokens: int | None = Field(None, ge=2, description="Use 2 or more: the first token is not decoding.")
+    contexts: tuple[Context, ...] = Field((), description="Use 1 to 131072 tokens.")
+    chunks: tuple[Chunk, ...] = Field((), description="Use 1 to 4096 rows.")
+    peers: tuple[str, ...] = ()
+    full: bool = False
+    quick: bool = False
+    out: Path | None = None
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> BenchSettings:
+        _check_names("workload", self.workloads, (*WORKLOADS, *LONG_WORKLOADS, LONG))
+        _check_names("peers", self.peers, (ALL_PEERS, *PEERS))
+        if self.wide and self.model is not None:
+            raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
+        if self.full and self.quick:
+            raise ContradictionError("quick", True, "a full run measures everything", "Leave --full or --quick out.")
+        if self.full and self.out is None:
+            raise ContradictionError("full", True, "its results need a place to be resumed from", "Add --out FOLDER.")
+        return self
+
+    @property
+    def peer_names(self) -> tuple[str, ...]:
+        """The names of the peers. "all" stands for all that are known."""
+        return tuple(PEERS) if ALL_PEERS in self.peers else self.peers
+
+    @property
+    def chooses_tasks(self) -> bool:
+        """Whether the caller chooses what is written."""
+        return bool(self.workloads or self.prompts or self.spec_bench or self.replay)
+
+
+def _check_names(field: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            what = field.removesuffix("s")
+            raise InvalidParameterError(field, name, f"no such {what}", f"Known: {', '.join(known)}.")

@@ -1,0 +1,247 @@
+"""`outrider doctor`: whether speculation fits a model, what it is worth here, and what limits it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli import options
+from outrider.errors import InvalidParameterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console, RenderableType
+
+    from outrider.lab.doctor.examination import MethodReport, ModelFacts, Report, Sample
+    from outrider.lab.doctor.verdict import Finding
+    from outrider.llm import LLM
+
+#: Workloads whose prompts make the sample, unless a file is given.
+_WORKLOADS = ("code_completion", "json", "free_text", "copy_editing")
+#: How findings look, by level.
+_MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]"}
+_MARKS |= {"useless": "[bold red]no gain[/bold red]", "wrong": "[bold red]wrong[/bold red]"}
+
+#: What becomes of greedy and seeded requests under `auto`.
+_SPED_UP = "auto speeds them up, since a token's bits do not depend on the other rows of its pass"
+_PLAIN = "auto decodes them plainly, since a token's bits depend on the other rows of its pass; name a method{}"
+_OR_INVARIANT = ", or load the model with batch_invariant=True (--batch-invariant)"  # which a GPU refuses
+#: What computes where our kernels for GPUs do.
+_ON_GPU = "attention, probabilities and draws in our Triton kernels, the rest by stock operators of PyTorch"
+
+
+def doctor(
+    model: options.Model = None,
+    wide: options.Wide = False,
+    method: options.Method = None,
+    draft_model: options.DraftModel = None,
+    num_draft_tokens: options.NumDraftTokens = None,
+    rule: options.Rule = None,
+    tree: options.Tree = None,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Texts at a time.")] = 1,
+    prompts: Annotated[Path | None, typer.Option(help='Your own texts: JSONL of {"prompt": ...}.')] = None,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Rounds of texts that are written.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 48,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 1.0,
+    dtype: options.DType = "auto",
+    device: options.Device = None,
+    quantization: options.Quantization = None,
+    activations: options.Activations = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+    no_color: options.NoColor = False,
+) -> None:
+    """Examine a model and a method: whether they fit, what speculation is worth here, what limits it, and what to do.
+
+    Exit code: 0 all right; 1 speculation gains nothing, something is wrong, or other work disturbed it; 2 bad input.
+    """
+    from rich.console import Console
+
+    _check(batch, num_prompts, max_tokens)
+    if wide:
+        model, draft_model = options.wide_pair(model, method, draft_model, dtype)
+    asked = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
+    notes = Console(stderr=True, no_color=no_color or None, highlight=False)
+    how = {
+        "dtype": dtype,
+        "device": device,
+        "quantization": quantization,
+        "activations": activations,
+        "max_num_seqs": max(batch, 32),
+    }
+    llm = options.load(notes, model, "none", prefix_caching=False, **how)
+    sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
+    with _progress(notes) as progress:
+        rounded = quantization is not None or activations is not None
+        report = _examine(llm, asked, sample, progress, rounded=rounded)
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+    else:
+        width = None if sys.stdout.isatty() else 120
+        _show(report, Console(no_color=no_color or None, highlight=False, width=width))
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+def _check(batch: int, num_prompts: int, max_tokens: int) -> None:
+    for name, value, least, most in (
+        ("batch", batch, 1, 64),
+        ("num_prompts", num_prompts, 1, 10_000),
+        ("max_tokens", max_tokens, 8, 100_000),
+    ):
+        if not least <= value <= most:
+            raise InvalidParameterError(name, value, "out of range", f"Use {least} to {most}.")
+
+
+def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], None], *, rounded: bool) -> Report:
+    """Examine what was asked for. Where only a length or the like was, it changes what is chosen otherwise: all methods
+    that the engine would choose from."""
+    from outrider.lab.doctor.examination import Examination
+
+    changes = asked if isinstance(asked, dict) else {}
+    config = llm.resolve("auto" if asked is None or changes else asked)
+    if changes and config.method is not None and config.engine_chooses:
+        members = tuple(each.replace(**changes) for each in config.candidates)
+        config = config.replace(method=config.method.replace(methods=members))
+    return Examination(llm, config, sample, progress, rounded=rounded).run()
+
+
+def _sample(llm: LLM, prompts: Path | None, batch: int, num_rounds: int, max_tokens: int, temperature: float) -> Sample:
+    """The texts of the rounds, each as many as the batch; they begin again from the first where there are too few."""
+    from outrider.lab.doctor.examination import Sample
+    from outrider.lab.measure.tasks import built_in, read_prompts
+    from outrider.lab.measure.writing import encoded_tasks
+
+    loaded = llm.engine.runner.loaded
+    if loaded.tokenizer is None:
+        raise InvalidParameterError("model", loaded.name, "it has no tokenizer", "Use a checkpoint that brings one.")
+    tasks = read_prompts(prompts) if prompts is not None else _built_in(built_in)
+    (encoded,) = encoded_tasks(loaded.name, loaded.max_model_len, {"sample": tasks}, max_tokens).values()
+    rounds = [[encoded[(turn * batch + place) % len(encoded)] for place in range(batch)] for turn in range(num_rounds)]
+    return Sample(rounds, "\n".join(task.prompt for task in tasks), temperature)
+
+
+def _built_in(read: Callable[[str], list[Any]]) -> list[Any]:
+    """The built-in prompts, one workload after the other in turn."""
+    return [task for together in zip(*(read(name) for name in _WORKLOADS), strict=False) for task in together]
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """A line that says what is being examined, on a terminal."""
+    if not console.is_terminal:
+        yield lambda what: None
+        return
+    with console.status("") as status:
+        yield lambda what: status.update(f"examining: {what}")
+
+
+def _show(report: Report, paper: Console) -> None:
+    paper.print(_facts("target", report.target))
+    paper.print(f"[bold]load[/bold]               {report.load}")
+    if report.target_is_rounded:
+        unknown = "what it costs was not measured: the model as it was cannot be loaded beside the rounded one"
+        paper.print(f"[bold]rounding[/bold]           {report.rounding or unknown}", soft_wrap=True)
+    paper.print()
+    paper.print(_costs(report))
+    for doubt in report.doubts:
+        paper.print(f"{doubt} Measure again when the machine is at rest.", style="bold yellow", markup=False)
+    if not report.methods:
+        paper.print("\nNo method drafts. Name one with --method or --draft-model.")
+    for method in report.methods:
+        paper.print()
+        paper.rule(f"[bold]{method.name}[/bold], up to {method.num_draft_tokens} draft tokens", align="left")
+        if method.draft is not None:
+            paper.print(_facts("draft model", method.draft))
+        if method.terms is not None:
+            paper.print(_numbers(report, method))
+        paper.print(_findings(method.findings))
+
+
+def _facts(what: str, facts: ModelFacts) -> RenderableType:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from outrider.kernels.triton.devices import TRITON
+
+    computes = f"our kernels ({facts.kernels})" if facts.kernels else "stock operators of PyTorch"
+    computes = _ON_GPU if facts.kernels == TRITON else computes
+    size = "weights of unknown size" if facts.weight_bytes is None else f"{facts.weight_bytes / 1e6:,.0f} MB of weights"
+    free = "" if facts.free_bytes is None else f"; {facts.free_bytes / 1e9:.1f} GB of memory are free"
+    fit = ", ".join(f"{count:,} of {length:,} tokens" for length, count in facts.requests.items())
+    rows = [
+        (what, facts.name),
+        ("passes", f"{facts.dtype} on {facts.device}, {computes}, backend {facts.backend}, {size}"),
+        ("context", f"{facts.context:,} tokens"),
+        ("KV memory", f"{facts.kv_tokens:,} tokens{free}"),
+        ("requests that fit", fit),
+    ]
+    if facts.text_bytes:
+        rows.append(("running states", f"{facts.text_bytes / 1e6:,.2f} MB a text at most, beside the KV memory"))
+    if what == "target":
+        plain = _PLAIN.format("" if "cuda" in facts.device else _OR_INVARIANT)
+        rows.append(("greedy and seeded", _SPED_UP if facts.invariant else plain))
+    if facts.kernels_problem is not None:
+        rows.append(("compiled kernels", f"not used. {facts.kernels_problem}"))
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
+    return table
+
+
+def _costs(report: Report) -> RenderableType:
+    from rich.table import Table
+
+    from outrider.lab.doctor.examination import cost_ratios
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("rows of a pass")
+    for rows in report.pass_seconds:
+        table.add_column(str(rows), justify="right")
+    table.add_row("milliseconds", *(f"{seconds * 1e3:.1f}" for seconds in report.pass_seconds.values()))
+    ratios = cost_ratios(report.pass_seconds).values()
+    table.add_row("C(n) = T(n) / T(1)", *("?" if report.passes_doubted else f"{ratio:.2f}" for ratio in ratios))
+    return table
+
+
+def _numbers(report: Report, method: MethodReport) -> RenderableType:
+    from rich.table import Table
+
+    terms, acceptance = method.terms, method.acceptance
+    assert terms is not None
+    assert acceptance is not None
+    measured = "disturbed" if method.measured is None else f"[bold]{method.measured:.2f}x[/bold]"
+    by_position = "/".join(f"{share:.0%}".rstrip("%") for share in acceptance.by_position[:8])
+    range_ = f"{min(method.rounds):.2f} to {max(method.rounds):.2f}" if len(method.rounds) > 1 else "one round"
+    range_ = range_ if method.rounds else ""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in ("tokens a step", "accepted, %", "pass", "draft", "host", "predicted", "measured", "range"):
+        table.add_column(head, justify="right")
+    table.add_row(
+        f"{terms.tokens:.2f}",
+        by_position or "-",
+        *(f"{part:.2f}" for part in (terms.verify, terms.propose, terms.host)),
+        f"{terms.speedup:.2f}x",
+        measured,
+        range_,
+    )
+    table.caption = f"times in plain steps of {report.batch / report.plain_tokens_per_second * 1e3:.1f} ms"
+    table.caption_justify = "left"
+    return table
+
+
+def _findings(findings: tuple[Finding, ...]) -> RenderableType:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for found in findings:
+        remedy = f"\n[dim]{escape(found.remedy)}[/dim]" if found.remedy else ""
+        table.add_row(_MARKS[str(found.level)], f"[bold]{found.topic}[/bold]", escape(found.text) + remedy)
+    return table

@@ -1,0 +1,485 @@
+"""`outrider train`: the target writes data, and draft models or heads learn from it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from outrider.cli import options
+from outrider.errors import InvalidParameterError, MissingExtraError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.lab.train.card import Outcome
+    from outrider.lab.train.run import Job, Size
+    from outrider.lab.train.trainer import Watcher
+
+# --- Options that all training commands share.
+
+
+Target = Annotated[str | None, typer.Option(help="Folder or hub id; without one, the embedded target.")]
+NumDraftTokens = Annotated[int, typer.Option("--num-draft-tokens", "-k", help="Draft tokens that tau is measured for.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object at the end.")]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What every training is told; `typer` shows the help that stands beside each."""
+
+    data: Annotated[Path, typer.Option(help="A folder that `outrider train data` has made.")]
+    out: Annotated[Path, typer.Option(help="Folder of the result. The same command goes on where it was broken off.")]
+    target: Target = None
+    loss: Annotated[
+        str,
+        typer.Option(help="forward_kl, reverse_kl, jsd, total_variation, cross_entropy; some take accepted_length."),
+    ] = "forward_kl"
+    steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000
+    batch_size: Annotated[int, typer.Option(help="Texts in a batch, on each device.")] = 16
+    accumulation: Annotated[int, typer.Option(help="Batches in a step.")] = 1
+    length: Annotated[int, typer.Option(help="Longest text in tokens; longer ones are cut.")] = 512
+    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 1e-3
+    seed: Annotated[int, typer.Option(help="Of the order of texts and of what is drawn.")] = 0
+    precision: Annotated[
+        str | None, typer.Option(help="bf16 or fp32; unless given, bf16 where the processor multiplies it, else fp32.")
+    ] = None
+    evaluate_every: Annotated[int, typer.Option(help="Steps between measurements on held-out texts.")] = 100
+    save_every: Annotated[
+        int, typer.Option(help="Most steps between checkpoints; each measurement is followed by one too.")
+    ] = 100
+    patience: Annotated[int, typer.Option(help="Measurements without a gain that end the training; 0 runs to the end.")] = 0
+    engine_every: Annotated[
+        int, typer.Option(help="Steps between runs of the real engine; 0 runs it before and after.")
+    ] = 0
+    engine_prompts: Annotated[int, typer.Option(help="Held-out prompts of such a run; 0 never runs it.")] = 16
+    teacher: Annotated[
+        str, typer.Option(help="forward runs the target; hidden_states or top_k take what the data hold.")
+    ] = "forward"
+    dtype: options.DType = "auto"
+    activations: options.Activations = None
+    as_json: AsJson = False
+
+    def job(self, num_draft_tokens: int) -> Job:
+        """The training that is asked for.
+
+        Args:
+            num_draft_tokens: Draft tokens that tau is measured for.
+        """
+        from outrider.lab.train.run import Job
+        from outrider.lab.train.settings import TrainSettings
+
+        given = asdict(self) | {"num_draft_tokens": num_draft_tokens}
+        settings = {name: given[name] for name in TrainSettings.model_fields.keys() & given.keys()}
+        if self.precision is None:
+            del settings["precision"]
+        places = {name: given[name] for name in ("data", "out", "target", "dtype", "activations")}
+        return Job(**places, settings=TrainSettings(**settings))
+
+
+def with_training(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command that takes the options of `Training` behind its own, and gets them as its first argument.
+
+    Args:
+        defaults: Of this command, where they are not those of `Training`.
+    """
+    names = [field.name for field in fields(Training)]
+    hints = get_type_hints(Training, include_extras=True)
+    usual = {field.name: defaults.get(field.name, field.default) for field in fields(Training)}
+    required = {field.name for field in fields(Training) if field.default is MISSING}
+
+    def parameter(name: str) -> Parameter:
+        default = Parameter.empty if name in required else usual[name]
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = get_type_hints(command, include_extras=True)
+        _, *others = signature(command).parameters.values()
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            command(Training(**{name: given.pop(name) for name in names}), **given)
+
+        found = [each.replace(annotation=own[each.name], kind=Parameter.KEYWORD_ONLY) for each in others]
+        shared = [parameter(name) for name in names]
+        run.__signature__ = Signature([*shared[:3], *found, *shared[3:]])  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in (*found, *shared)} | {"return": None}
+        return run
+
+    return decorate
+
+
+# --- Train.
+
+
+app = typer.Typer(
+    add_completion=False,
+    help="Train what drafts for a target: `data` first, then a draft model (`distill`), or heads by their method.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def data(
+    prompts: Annotated[Path, typer.Option(help="A .jsonl file of prompts or conversations, a text, or a folder of these.")],
+    out: Annotated[Path, typer.Option(help="Folder of the data. The same command goes on where it was broken off.")],
+    target: Target = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens behind a prompt; 0 keeps the prompts alone.")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompts that texts are cut into.")] = 64,
+    samples: Annotated[int, typer.Option(help="Texts for each prompt.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Most prompts.", min=1)] = None,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="As in serving; 0 is greedy.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="As in serving; 0 keeps all tokens.")] = 0,
+    top_p: Annotated[float, typer.Option(help="As in serving.")] = 1.0,
+    held_out: Annotated[float, typer.Option(help="Share of the prompts that is kept for measurements.")] = 0.05,
+    hidden_states: Annotated[
+        list[int] | None, typer.Option(help="Keep the input of this layer, or what the last one leaves; may be repeated.")
+    ] = None,
+    target_top_k: Annotated[int, typer.Option(help="Keep the target's likeliest next tokens and their logits.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    dtype: options.DType = "auto",
+    device: options.Device = None,
+    activations: options.Activations = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let the target write training data on your prompts."""
+    from rich.console import Console
+
+    from outrider.lab.train.collect import collect
+    from outrider.lab.train.prompts import read_sources
+    from outrider.records import DataSettings
+
+    settings = DataSettings(
+        max_tokens=max_tokens,
+        prompt_tokens=prompt_tokens,
+        samples=samples,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        held_out=held_out,
+        hidden_states=tuple(hidden_states or ()),
+        target_top_k=target_top_k,
+    )
+    sources = read_sources(prompts, without=out)
+    console = Console(stderr=True, highlight=False)
+    with bar_of(console) as bar:
+        found = collect(
+            sources,
+            out,
+            settings,
+            target=target,
+            dtype=dtype,
+            device=device,
+            activations=activations,
+            limit=limit,
+            on_progress=lambda done, total: bar("texts", done, total),
+            on_size=lambda size: console.print(f"up to {size / 2**20:,.1f} MiB will be added to {out}", soft_wrap=True),
+        )
+    for where, why in found.refused[:5]:
+        console.print(f"left out: {where}: {why}", markup=False)
+    manifest = found.manifest
+    counts = {
+        "texts": manifest.num_records,
+        "tokens": manifest.num_tokens,
+        "held_out": manifest.num_held_out,
+        "written_now": found.num_written,
+        "left_out": len(found.refused),
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(counts) + "\n")
+    else:
+        Console(highlight=False).print(", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items()))
+
+
+Layer = Annotated[int | None, typer.Option(help="They read what the first so many layers leave; all unless given.")]
+Unroll = Annotated[int, typer.Option(help="Draft tokens behind each token of a text that it learns.")]
+FeedForward = Annotated[int | None, typer.Option(help="Units of its layers; the target's unless given.")]
+Heads = Annotated[int, typer.Option(help="Tokens ahead that they guess.")]
+
+
+@app.command()
+@with_training(lr=2e-3)
+def distill(
+    training: Training,
+    shape: Annotated[str | None, typer.Option(help="Begin from scratch: LAYERSxWIDTH[:FEED_FORWARD], like 2x192.")] = None,
+    prune: Annotated[str | None, typer.Option(help="Begin with some of the target's layers, like 0,3,7.")] = None,
+    init: Annotated[str | None, typer.Option(help="Begin with this draft model.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Compare shapes instead: 2x128,2x192,4x256.")] = None,
+    timed_target: Annotated[
+        str | None, typer.Option(help="With --sizes: time the passes of this target, which has the same tokens.")
+    ] = None,
+    on_policy: Annotated[float, typer.Option(help="Share of the batches whose texts the draft itself writes.")] = 0.0,
+    num_draft_tokens: NumDraftTokens = 5,
+) -> None:
+    """Distil the target into a draft model; with --sizes, find out which size pays most on this machine."""
+    check_installed()
+    from outrider.lab.train.distill import DistillSettings, parse_shape
+    from outrider.lab.train.run import train_draft
+
+    job = training.job(num_draft_tokens)
+    learning = DistillSettings(loss=training.loss, on_policy=on_policy)  # type: ignore[arg-type]
+    if sizes is not None:
+        _compare(job, learning, sizes, timed_target, shape or prune or init, as_json=training.as_json)
+        return
+    if timed_target is not None:
+        raise InvalidParameterError(
+            "timed_target", timed_target, "nothing is timed without sizes", "Add --sizes, or leave it out."
+        )
+    begun = None if shape is None else parse_shape(shape)
+    with watching(training.steps) as watcher:
+        outcome = train_draft(job, learning, shape=begun, prune=_numbers("prune", prune), init=init, watcher=watcher)
+    show(outcome, training.out, as_json=training.as_json)
+
+
+@app.command()
+@with_training()
+def medusa(
+    training: Training,
+    heads: Heads = 4,
+    blocks: Annotated[int, typer.Option(help="Residual blocks in each head.")] = 1,
+    width: Annotated[int | None, typer.Option(help="Of the blocks; the target's hidden size unless given.")] = None,
+    output: Annotated[str, typer.Option(help="own: an output layer in each head; target: the target's, frozen.")] = "own",
+    layer: Layer = None,
+) -> None:
+    """Train residual heads on the frozen target (Cai et al. 2024)."""
+    asked = {"heads": heads, "blocks": blocks, "width": width, "output": output, "layer": layer}
+    _train_heads("medusa", training, heads, asked)
+
+
+@app.command()
+@with_training()
+def blockwise(
+    training: Training,
+    heads: Heads = 4,
+    inner: Annotated[int | None, typer.Option(help="Hidden units for each head; the target's size unless given.")] = None,
+    layer: Layer = None,
+) -> None:
+    """Train heads behind one hidden layer, with the target's output layer (Stern et al. 2018)."""
+    _train_heads("blockwise", training, heads, {"heads": heads, "inner": inner, "layer": layer})
+
+
+@app.command(name="exit")
+@with_training()
+def exit_(
+    training: Training,
+    layer: Annotated[
+        int | None, typer.Option(help="It reads what the first so many layers leave; a quarter unless given.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Of what its output layer reads; the target's size unless given.")
+    ] = None,
+    output: Annotated[str, typer.Option(help="own: an output layer of its own; target: the target's, frozen.")] = "own",
+    num_draft_tokens: NumDraftTokens = 5,
+) -> None:
+    """Train a head with which the target's first layers draft (Elhoushi et al. 2024)."""
+    _train_heads("exit", training, num_draft_tokens, {"layer": layer, "width": width, "output": output})
+
+
+@app.command()
+@with_training()
+def eagle3(
+    training: Training,
+    layers: Annotated[
+        str | None, typer.Option(help="It reads what enters these layers; 2,n/2,n-3 of n unless given.")
+    ] = None,
+    draft_vocab: Annotated[int, typer.Option(help="Most tokens that it drafts: the data's most frequent ones.")] = 32000,
+    unroll: Unroll = 4,
+    feed_forward: FeedForward = None,
+    num_draft_tokens: NumDraftTokens = 5,
+) -> None:
+    """Train a layer that continues the frozen target's features (EAGLE-3, Li et al. 2025)."""
+    asked = {"layers": _numbers("layers", layers), "draft_vocab": draft_vocab, "unroll": unroll}
+    _train_heads("eagle3", training, num_draft_tokens, {**asked, "feed_forward": feed_forward})
+
+
+@app.command()
+@with_training()
+def eagle1(
+    training: Training,
+    unroll: Unroll = 4,
+    feed_forward: FeedForward = None,
+    num_draft_tokens: NumDraftTokens = 5,
+) -> None:
+    """Train a layer that continues what the target's final norm leaves (EAGLE, Li et al. 2024)."""
+    _train_heads("eagle1", training, num_draft_tokens, {"unroll": unroll, "feed_forward": feed_forward})
+
+
+@app.command()
+@with_training()
+def mtp(
+    training: Training,
+    init: Annotated[
+        str | None,
+        typer.Option(help="Begin with the layers in this folder; the target's own unless given, or else a new one."),
+    ] = None,
+    unroll: Unroll = 4,
+    num_draft_tokens: NumDraftTokens = 5,
+) -> None:
+    """Train an extra layer, or those that the target's checkpoint carries (Gloeckle et al. 2024; DeepSeek-V3)."""
+    _train_heads("mtp", training, num_draft_tokens, {"init": init, "unroll": unroll})
+
+
+@app.command()
+@with_training()
+def dflash(
+    training: Training,
+    layers: Annotated[str | None, typer.Option(help="It reads what enters these layers; up to five unless given.")] = None,
+    own_layers: Annotated[int, typer.Option(help="Layers of its own.")] = 2,
+    block_size: Annotated[int, typer.Option(help="Rows of a block: it drafts one token less in a pass.")] = 8,
+    mask_token: Annotated[
+        int | None, typer.Option(help="Stands for tokens to be drafted; the rarest of the data unless given.")
+    ] = None,
+    blocks: Annotated[int, typer.Option(help="Most blocks of a text in a batch.")] = 32,
+    feed_forward: FeedForward = None,
+) -> None:
+    """Train layers that draft a block of tokens in one pass (DFlash, 2026)."""
+    asked = {"layers": _numbers("layers", layers), "own_layers": own_layers, "block_size": block_size}
+    more = {"mask_token": mask_token, "blocks": blocks, "feed_forward": feed_forward}
+    _train_heads("dflash", training, max(1, block_size - 1), {**asked, **more})
+
+
+def _train_heads(method: str, training: Training, num_draft_tokens: int, asked: dict[str, Any]) -> None:
+    check_installed()
+    from outrider.lab.train.run import head_learning, train_heads
+
+    job, heads = training.job(num_draft_tokens), head_learning(method, {"loss": training.loss, **asked})
+    with watching(training.steps) as watcher:
+        outcome = train_heads(job, heads, watcher=watcher)
+    show(outcome, training.out, as_json=training.as_json)
+
+
+def _numbers(field: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InvalidParameterError(field, text, "not a list of layer numbers", "Use a form like 0,3,7.") from None
+
+
+def _compare(job: Job, learning: Any, sizes: str, timed_target: str | None, other: str | None, *, as_json: bool) -> None:
+    from outrider.lab.train.distill import parse_shape
+    from outrider.lab.train.run import compare_sizes
+
+    if other is not None:
+        raise InvalidParameterError("sizes", sizes, "the shapes to compare are given", "Leave out shape, prune and init.")
+    shapes = [parse_shape(text) for text in dict.fromkeys(sizes.split(","))]
+    with watching(job.settings.steps * len(shapes)) as watcher:
+        found = compare_sizes(job, learning, shapes, timed_target=timed_target, watch=lambda _: watcher)
+    if as_json:
+        sys.stdout.write(json.dumps([vars(size) | {"shape": str(size.shape)} for size in found]) + "\n")
+    else:
+        _show_sizes(found)
+
+
+def _show_sizes(found: list[Size]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("shape", "parameters", "acceptance", "draft pass", "target pass", "best length", "tau", "speedup")
+    for size in found:
+        table.add_row(
+            str(size.shape),
+            f"{size.parameters:,}",
+            f"{size.acceptance:.3f}",
+            f"{size.draft_seconds * 1e3:.2f} ms",
+            f"{size.target_seconds[1] * 1e3:.2f} ms",
+            str(size.num_draft_tokens),
+            f"{size.tau:.2f}",
+            f"{size.speedup:.2f}x",
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    best = found[0]
+    if best.speedup > 1:
+        console.print(f"{best.shape} pays most here: {best.speedup:.2f}x of plain decoding is expected of it.")
+    else:
+        console.print("None of these pays here: the target's own pass is too cheap beside theirs.")
+
+
+# --- What training commands show: bars, measurements and the end.
+
+
+def check_installed() -> None:
+    """Raise MissingExtraError where the packages for training are missing."""
+    from importlib.util import find_spec
+
+    for name in ("accelerate", "matplotlib"):
+        if find_spec(name) is None:
+            raise MissingExtraError("outrider train", f"the package {name} is not installed", "Install outrider[train].")
+
+
+def show(outcome: Outcome, out: Path, *, as_json: bool) -> None:
+    from accelerate import PartialState
+    from rich.console import Console
+
+    if not PartialState().is_main_process:  # the others have written nothing
+        return
+    if as_json:
+        sys.stdout.write(json.dumps(outcome.figures()) + "\n")
+        return
+    before, best = outcome.before, outcome.best
+    console = Console(highlight=False)
+    pairs = zip(before.acceptance, best.acceptance, strict=True)
+    console.print("acceptance on held-out texts: " + ", ".join(f"{a:.3f} -> {b:.3f}" for a, b in pairs))
+    if outcome.stats is not None:
+        began = "" if before.engine_tau is None else f" (before: {before.engine_tau:.2f})"
+        console.print(f"tokens of a target pass in the engine: {outcome.stats.mean_acceptance_length:.2f}{began}")
+    console.print(f"written to {out}; its README.md says what was measured", soft_wrap=True)
+
+
+@contextmanager
+def bar_of(console: Console) -> Iterator[Any]:
+    """A bar with the time that is left, on a terminal, and a line every half minute elsewhere.
+
+    What it yields is called with (what, done, total)."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from outrider.lab.cli.progress import Heartbeat
+
+    if not console.is_terminal:
+        with Heartbeat(lambda line: console.print(line, markup=False, soft_wrap=True)) as heartbeat:
+            yield heartbeat.tell
+        return
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("loading", total=None)
+        yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
+
+
+@contextmanager
+def watching(steps: int) -> Iterator[Watcher]:
+    """A watcher that shows a bar, and a line for each measurement, on the error stream."""
+    from rich.console import Console
+
+    from outrider.lab.train.trainer import Watcher
+
+    console = Console(stderr=True, highlight=False)
+    with bar_of(console) as bar:
+
+        class Shown(Watcher):
+            done = 0
+
+            def on_step(self, step: int, loss: float) -> None:
+                self.done += 1
+                bar(f"step {step}, loss {loss:.3f}", max(self.done, step), steps)
+
+            def on_measurement(self, measurement: Any) -> None:
+                shares = " ".join(f"{share:.3f}" for share in measurement.acceptance)
+                engine = "" if measurement.engine_tau is None else f", in the engine {measurement.engine_tau:.2f}"
+                loss = f"loss {measurement.loss:.3f}, " if measurement.step else ""  # nothing was learnt before a step
+                said = f"{loss}acceptance {shares}, tau {measurement.tau:.2f}{engine}"
+                console.print(f"step {measurement.step}: {said}", soft_wrap=True)
+
+        yield Shown()

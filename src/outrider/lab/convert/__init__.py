@@ -1,0 +1,1 @@
+"""Writes models and heads in the formats of other engines."""

@@ -1,0 +1,176 @@
+"""The vocabulary of a GGUF file: that of a tokenizer, or placeholders.
+
+A byte-level vocabulary is written with the name of its pre-tokenizer, and that of SentencePiece with scores that give its
+merges. What no name stands for is refused: llama.cpp would cut texts in another way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from outrider.config import ModelConfig
+from outrider.errors import UnsupportedModelError
+from outrider.loading.exclusive import attempt
+from outrider.loading.gguf.tokenizer import SPACE, SPLITTINGS, Splitting
+from outrider.loading.tokenizers import checkpoint_tokenizer
+
+#: Writes the vocabulary of a model with so many tokens.
+WriteVocabulary = Callable[[Any, int], None]
+_REMEDY = "Write placeholders (--placeholders), and give other engines prompts as token ids."
+_ENDS = ("eos", "eot", "eom")
+
+
+def placeholders(eos_token_id: int | None = None) -> WriteVocabulary:
+    """Names without a meaning, for engines that are given token ids. With None no token ends a text."""
+
+    def write(writer: Any, size: int) -> None:
+        import gguf
+
+        # This is the only kind of vocabulary without special tokens. With the others, token 2 or 11 would end every text.
+        writer.add_tokenizer_model("rwkv")
+        writer.add_vocab_size(size)
+        writer.add_token_list([f"<{token}>" for token in range(size)])
+        writer.add_token_types([gguf.TokenType.NORMAL] * size)
+        writer.add_add_bos_token(False)
+        if eos_token_id is not None:
+            writer.add_eos_token_id(eos_token_id)
+
+    return write
+
+
+def vocabulary_of(checkpoint: str, tokenizer: Any, ends: list[int]) -> WriteVocabulary:
+    """The vocabulary, the special tokens and the chat template of a tokenizer.
+
+    Args:
+        checkpoint: Its name in errors.
+        tokenizer: A fast tokenizer of transformers.
+        ends: The tokens that end a text: one, two or three.
+
+    Raises:
+        UnsupportedModelError: llama.cpp has no name for what it does.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = state["model"]
+    if model["type"] != "BPE":
+        raise UnsupportedModelError(checkpoint, f"its vocabulary is of the kind {model['type']}, and no BPE", _REMEDY)
+    pieces = model["byte_fallback"]
+    pre = None if pieces else _pre_tokenizer(checkpoint, state)
+
+    def write(writer: Any, size: int) -> None:
+        writer.add_tokenizer_model("llama" if pieces else "gpt2")
+        writer.add_vocab_size(size)
+        tokens = _tokens(state, size)
+        writer.add_token_list(tokens)
+        writer.add_token_types(_types(state, tokens))
+        if pre is None:
+            writer.add_token_scores(_scores(_merges(model), tokens))
+            writer.add_add_space_prefix(_has_prefix(state["normalizer"]))
+        else:
+            writer.add_tokenizer_pre(pre)
+            writer.add_token_merges([" ".join(pair) for pair in _merges(model)])
+        _write_special(writer, tokenizer, ends)
+
+    return write
+
+
+def _pre_tokenizer(checkpoint: str, state: dict[str, Any]) -> str:
+    """The name of a byte-level pre-tokenizer."""
+    steps = state["pre_tokenizer"] or {}
+    parts = steps.get("pretokenizers", [steps])
+    pattern = next((part["pattern"].get("Regex") for part in parts if part.get("type") == "Split"), None)
+    if parts[-1].get("type") == "ByteLevel" and not parts[-1]["add_prefix_space"] and len(parts) <= 2:
+        composes = (state["normalizer"] or {}).get("type") == "NFC"
+        found = Splitting(pattern, composes=composes, whole_pieces=bool(state["model"].get("ignore_merges")))
+        for name, known in SPLITTINGS.items():
+            if known == found:
+                return name
+    shown = pattern or parts[-1].get("type")
+    problem = f"its pre-tokenizer ({shown}) has no name in GGUF files; {', '.join(SPLITTINGS)} are known"
+    raise UnsupportedModelError(checkpoint, problem, _REMEDY)
+
+
+def _tokens(state: dict[str, Any], size: int) -> list[str]:
+    """Every token by its number; where there is none, a name that no text has."""
+    tokens = [f"[PAD{number}]" for number in range(size)]
+    for token, number in state["model"]["vocab"].items():
+        tokens[number] = token
+    for added in state["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+    return tokens
+
+
+def _types(state: dict[str, Any], tokens: list[str]) -> list[int]:
+    from gguf import TokenType
+
+    known = {**state["model"]["vocab"], **{added["content"]: added["id"] for added in state["added_tokens"]}}
+    types = [TokenType.NORMAL if token in known else TokenType.UNUSED for token in tokens]
+    if state["model"]["byte_fallback"]:
+        for byte in range(256):
+            types[known[f"<0x{byte:02X}>"]] = TokenType.BYTE
+    for added in state["added_tokens"]:
+        types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    unknown = state["model"]["unk_token"]
+    if unknown is not None:
+        types[known[unknown]] = TokenType.UNKNOWN
+    return [int(kind) for kind in types]
+
+
+def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+    return [(first, second) for first, second in pairs]
+
+
+def _scores(merges: list[tuple[str, str]], tokens: list[str]) -> list[float]:
+    """A token that is merged earlier has a higher score; what is not merged has the lowest one."""
+    ranks: dict[str, int] = {}
+    for rank, (first, second) in enumerate(merges):
+        ranks.setdefault(first + second, rank)
+    return [-float(ranks.get(token, len(merges))) for token in tokens]
+
+
+def _has_prefix(normalizer: dict[str, Any] | None) -> bool:
+    """Whether a text gets a space before its first word."""
+    steps = (normalizer or {}).get("normalizers", [normalizer or {}])
+    return {"type": "Prepend", "prepend": SPACE} in steps
+
+
+def _write_special(writer: Any, tokenizer: Any, ends: list[int]) -> None:
+    for name, number in zip(_ENDS, ends, strict=False):
+        getattr(writer, f"add_{name}_token_id")(number)
+    for name in ("bos", "unk", "pad"):
+        number = getattr(tokenizer, f"{name}_token_id")
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    begins = tokenizer.bos_token_id is not None and tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
+    writer.add_add_bos_token(begins)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def own_vocabulary(checkpoint: str) -> WriteVocabulary:
+    """That of a checkpoint, with the tokens that end its texts.
+
+    Raises:
+        ModelLoadError: Its tokenizer cannot be read.
+        UnsupportedModelError: It has none, or llama.cpp has no name for what it does.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    source = {"local_files_only": True}
+    tokenizer = checkpoint_tokenizer(ModelConfig(model=checkpoint), source)
+    if tokenizer is None or not hasattr(tokenizer, "backend_tokenizer"):
+        raise UnsupportedModelError(checkpoint, "it brings no fast tokenizer", _REMEDY)
+    try:
+        generation = GenerationConfig.from_pretrained(checkpoint, **source)
+    except OSError:
+        generation = attempt(
+            checkpoint, "its configuration cannot be read", AutoConfig.from_pretrained, checkpoint, **source
+        )
+    found = generation.eos_token_id if generation.eos_token_id is not None else tokenizer.eos_token_id
+    ends = [] if found is None else [found] if isinstance(found, int) else list(found)
+    if len(ends) > len(_ENDS):
+        problem = f"{len(ends)} tokens end its texts, and a file names {len(_ENDS)} at most"
+        raise UnsupportedModelError(checkpoint, problem, _REMEDY)
+    return vocabulary_of(checkpoint, tokenizer, ends)

@@ -1,0 +1,1 @@
+"""Says whether speculation fits a target on this machine, and why."""

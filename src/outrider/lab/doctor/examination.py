@@ -1,0 +1,407 @@
+"""Runs an examination: files first, then facts of the loaded models, then measured texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from outrider.errors import ModelError, ProposerError
+from outrider.govern.costs import Curve
+from outrider.kernels.library import kernels_problem
+from outrider.lab.doctor.measure import Writing, pass_seconds, shifts, write
+from outrider.lab.doctor.pairing import examine_pairing
+from outrider.lab.doctor.verdict import Acceptance, Finding, Level, Situation, Terms, judge_acceptance, judge_speed
+from outrider.lab.measure.agreement import Rounding, measure_rounding
+from outrider.lab.measure.machine import LoadWatch
+from outrider.lab.measure.writing import AGAIN, EncodedTask, possible_speedup
+from outrider.lab.train.trainer import by_position
+from outrider.llm import LLM
+from outrider.loading.fit import available_bytes
+from outrider.model import memory
+from outrider.model.memory import device_name
+from outrider.model.runner import ModelRunner
+from outrider.propose.compositions import parts_of
+from outrider.propose.cross_vocabulary import CrossVocabulary
+from outrider.propose.draft_model import DraftModel, DraftModelProposer
+from outrider.propose.settings import PLAIN, SpeculationConfig
+
+# --- Facts about a loaded target: its kernels, its memory, and how many requests fit.
+
+
+#: Lengths of requests, in tokens, for which it is said how many fit.
+LENGTHS = (256, 1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model that is loaded.
+
+    Attributes:
+        name: Path or hub id.
+        dtype: Of its weights.
+        device: Where it lies; of a GPU its name, too.
+        backend: Which way its passes are driven.
+        kernels: The instruction set of our kernels in use, or "triton" on a GPU; None where stock operators compute.
+        invariant: Whether greedy and seeded requests may be sped up under `auto`: what is written for a row does not depend
+            on the other rows of its pass.
+        weight_bytes: That a pass reads; None for a mixture of experts, whose passes read a part.
+        context: Longest text, in tokens.
+        kv_tokens: Tokens of keys and values that there is room for.
+        free_bytes: Memory that is free beside all this; None where the system does not say.
+        requests: How many requests of each length fit into the KV memory at a time.
+        text_bytes: Memory that the running states of a text take at most; 0 for a model without them.
+        kernels_problem: What is wrong with the compiled kernels, so that they are not used, and the remedy.
+    """
+
+    name: str
+    dtype: str
+    device: str
+    backend: str
+    kernels: str | None
+    invariant: bool
+    weight_bytes: int | None
+    context: int
+    kv_tokens: int
+    free_bytes: int | None
+    requests: dict[int, int]
+    text_bytes: int = 0
+    kernels_problem: str | None = None
+
+
+def model_facts(runner: ModelRunner) -> ModelFacts:
+    """The facts of the model of a runner."""
+    loaded, blocks = runner.loaded, runner.blocks
+    context = loaded.max_model_len
+    lengths = sorted({*(n for n in LENGTHS if n < context), context})
+    return ModelFacts(
+        name=loaded.name,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=_shown(loaded.device),
+        backend=runner.backend.name,
+        kernels=runner.backend.instruction_set(loaded.model),
+        invariant=runner.invariant,
+        weight_bytes=runner.backend.weight_bytes(loaded.model) or memory.weight_bytes(loaded.model),
+        context=context,
+        kv_tokens=blocks.num_blocks * blocks.block_size,
+        free_bytes=available_bytes(loaded.device),
+        requests={length: blocks.num_blocks // blocks.blocks_for(length) for length in lengths},
+        text_bytes=runner.text_bytes,
+        kernels_problem=kernels_problem(),
+    )
+
+
+def _shown(device: torch.device) -> str:
+    return f"{device_name(device)} ({device})" if device.type == "cuda" else str(device)
+
+
+# --- Runs an examination: files first, then the loaded models, then measured texts.
+
+
+#: Texts that are written greedily to see where the first tokens of drafts stand.
+_SHIFT_TEXTS, _SHIFT_TOKENS = 2, 24
+_WARM_UP_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class MethodReport:
+    """What was found of one method.
+
+    Attributes:
+        name: Of the method.
+        num_draft_tokens: Most draft tokens of a text in a step.
+        findings: In the order in which they were made.
+        draft: The facts of its own model; None where it has none, or could not be loaded.
+        draft_pass_seconds: By rows, what a pass of its own model takes.
+        acceptance: What became of its drafts; None where it could not draft.
+        terms: What a step takes and brings; None as before.
+        measured: The speedup over plain decoding, a median over rounds; None as before, and where it cannot be believed.
+        rounds: The speedup of each round that may be true.
+    """
+
+    name: str
+    num_draft_tokens: int
+    findings: tuple[Finding, ...]
+    draft: ModelFacts | None = None
+    draft_pass_seconds: dict[int, float] = field(default_factory=dict)
+    acceptance: Acceptance | None = None
+    terms: Terms | None = None
+    measured: float | None = None
+    rounds: tuple[float, ...] = ()
+
+    @property
+    def level(self) -> Level:
+        """The gravest of its findings."""
+        found = {finding.level for finding in self.findings}
+        return next((level for level in (Level.WRONG, Level.USELESS, Level.NOTE) if level in found), Level.OK)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole examination.
+
+    Attributes:
+        target: The facts of the target.
+        pass_seconds: By rows, what a pass of the target takes.
+        plain_tokens_per_second: Of plain decoding, all texts together.
+        batch: Texts at a time.
+        methods: What was found of each method.
+        load: Of the machine meanwhile, as a sentence.
+        doubts: What cannot be believed, since other work disturbed it.
+        passes_doubted: Whether the times of the target's passes are among it. Then no ratios are told.
+        target_is_rounded: Whether its weights were rounded when it was loaded, or its rows are.
+        rounding: What this costs and gains. None where it is not, or the model as it was cannot be loaded beside it.
+    """
+
+    target: ModelFacts
+    pass_seconds: dict[int, float]
+    plain_tokens_per_second: float
+    batch: int
+    methods: tuple[MethodReport, ...]
+    load: str
+    doubts: tuple[str, ...] = ()
+    passes_doubted: bool = False
+    target_is_rounded: bool = False
+    rounding: Rounding | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong or disturbed, and some method gains where any was asked for."""
+        levels = {found.level for found in self.methods}
+        return not self.doubts and Level.WRONG not in levels and (not levels or bool(levels & {Level.OK, Level.NOTE}))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data: everything that was found, and the ratios that are read most."""
+        found = asdict(self)
+        for entry, method in zip(found["methods"], self.methods, strict=True):
+            entry["level"] = str(method.level)
+            entry["predicted"] = None if method.terms is None else method.terms.speedup
+        ratios = None if self.passes_doubted else cost_ratios(self.pass_seconds)
+        return {**found, "row_cost_ratio": ratios, "healthy": self.healthy}
+
+
+def cost_ratios(pass_seconds: dict[int, float]) -> dict[int, float]:
+    """C(n) = T(n) / T(1) by rows."""
+    return {rows: seconds / pass_seconds[1] for rows, seconds in pass_seconds.items()}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is written in an examination.
+
+    Attributes:
+        rounds: The texts of each round, one batch each.
+        text: Their prompts, to compare vocabularies on.
+        temperature: 0 is greedy.
+    """
+
+    rounds: Sequence[Sequence[EncodedTask]]
+    text: str
+    temperature: float
+
+    @property
+    def batch(self) -> int:
+        return len(self.rounds[0])
+
+    @property
+    def context(self) -> int:
+        """The mean length of the texts while they are written."""
+        return int(fmean(len(task.prompt_ids) + task.max_tokens / 2 for tasks in self.rounds for task in tasks))
+
+
+class Examination:
+    """Examines the methods with which a target may be sped up.
+
+    Args:
+        llm: The target, loaded without a method.
+        asked: Who is to draft. `auto` examines each of the methods that it may choose from.
+        sample: What to write.
+        progress: Called with the name of each part as it begins.
+        rounded: Whether the target was rounded when it was loaded.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        asked: SpeculationConfig,
+        sample: Sample,
+        progress: Callable[[str], None] = lambda _: None,
+        *,
+        rounded: bool = False,
+    ) -> None:
+        self._llm = llm
+        self._rounded = rounded
+        self._asked = asked
+        self._sample = sample
+        self._progress = progress
+        self._doubts: list[str] = []
+
+    def run(self) -> Report:
+        """Measure everything.
+
+        Raises:
+            OutriderError: The target itself cannot write the sample.
+        """
+        runner, watch = self._llm.engine.runner, LoadWatch()
+        self._progress("passes of the target")
+        passes = self._passes(runner, "the target")
+        passes_doubted = bool(self._doubts)
+        self._progress("plain decoding")
+        self._write([self._short()], PLAIN)
+        speeds = [each.tokens_per_second for each in self._write(self._sample.rounds, PLAIN)]
+        methods = tuple(self._method(config, passes) for config in members(self._asked))
+        said = (str(watch.load()), tuple(self._doubts), passes_doubted, self._rounded, self._rounding())
+        return Report(model_facts(runner), passes, median(speeds), self._sample.batch, methods, *said)
+
+    def _rounding(self) -> Rounding | None:
+        if not self._rounded:
+            return None
+        self._progress("what rounding costs")
+        try:
+            return measure_rounding(self._llm, [task.prompt_ids for task in self._texts(len(self._sample.rounds))])
+        except ModelError:
+            return None
+
+    def _passes(self, runner: ModelRunner, whose: str) -> dict[int, float]:
+        """The times of passes. Where they cannot be believed, this is noted."""
+        found = pass_seconds(runner, self._sample.context)
+        if found.doubt is not None:
+            self._doubts.append(f"The times of passes of {whose} were disturbed: {found.doubt}.")
+        return found.seconds
+
+    def _method(self, config: SpeculationConfig, passes: dict[int, float]) -> MethodReport:
+        name, length = config.name, config.num_draft_tokens
+        self._progress(name)
+        findings: list[Finding] = []
+        if isinstance(config.method, DraftModel | CrossVocabulary) and config.method.model is not None:
+            target = self._llm.engine.runner.loaded.name
+            pairing = examine_pairing(target, config.method.model, name, self._sample.text)
+            findings += pairing.findings
+            if not pairing.fits:
+                return MethodReport(name, length, tuple(findings))
+        assert config.method is not None
+        try:
+            proposer = self._llm.proposers.get(config.method)
+        except (ModelError, ProposerError) as error:
+            findings.append(Finding("method", Level.WRONG, f"It cannot draft: {error}"))
+            return MethodReport(name, length, tuple(findings))
+        own = proposer.runner if isinstance(proposer, DraftModelProposer) else None
+        return self._measured(config, findings, own, passes)
+
+    def _measured(
+        self, config: SpeculationConfig, findings: list[Finding], own: ModelRunner | None, passes: dict[int, float]
+    ) -> MethodReport:
+        """What a method that can draft is worth."""
+        own_passes = {} if own is None else self._passes(own, "the draft model")
+        moved = shifts(self._llm.engine, [t.shortened(_SHIFT_TOKENS) for t in self._texts(_SHIFT_TEXTS)], config)
+        self._write([self._short()], config)
+        pairs = [self._pair(tasks, config, turn) for turn, tasks in enumerate(self._sample.rounds)]
+        plain, drafted = _total([before for before, _ in pairs]), _total([after for _, after in pairs])
+        ratios = self._believed(config.name, pairs)
+        stats = drafted.stats
+        acceptance = Acceptance(stats.num_drafts, stats.mean_acceptance_length, by_position(stats), moved)
+        terms = _terms(plain, drafted, passes, own_passes)
+        judged = judge_acceptance(config.name, acceptance)
+        situation = self._situation(config, drafted, passes, own, own_passes)
+        measured = median(ratios) if ratios else None
+        speed = judge_speed(measured, terms, situation, acceptance=judged.level)
+        facts = None if own is None else model_facts(own)
+        found = (*findings, judged, speed)
+        return MethodReport(
+            config.name, config.num_draft_tokens, found, facts, own_passes, acceptance, terms, measured, ratios
+        )
+
+    def _pair(self, tasks: Sequence[EncodedTask], config: SpeculationConfig, turn: int) -> tuple[Writing, Writing]:
+        """The same texts plainly and with drafts, one after the other, so that a slow moment hits both. Every other pair
+        is in the opposite order, and one that cannot be true is measured again."""
+        engine, temperature = self._llm.engine, self._sample.temperature
+        found: dict[bool, Writing] = {}
+        for attempt in range(1 + AGAIN):
+            for drafts in (False, True) if (turn + attempt) % 2 == 0 else (True, False):
+                found[drafts] = write(engine, tasks, config if drafts else PLAIN, temperature)
+            if _is_possible(found[False], found[True]):
+                break
+        return found[False], found[True]
+
+    def _believed(self, name: str, pairs: Sequence[tuple[Writing, Writing]]) -> tuple[float, ...]:
+        """The speedups that may be true; none where most may not, which is noted."""
+        good = [pair for pair in pairs if _is_possible(*pair)]
+        if 2 * len(good) < len(pairs):
+            self._doubts.append(f"{name} was disturbed: it seemed to gain more than its tokens a pass, which cannot be.")
+            return ()
+        return tuple(after.tokens_per_second / before.tokens_per_second for before, after in good)
+
+    def _write(self, rounds: Sequence[Sequence[EncodedTask]], config: SpeculationConfig) -> list[Writing]:
+        return [write(self._llm.engine, tasks, config, self._sample.temperature) for tasks in rounds]
+
+    def _short(self) -> list[EncodedTask]:
+        return [task.shortened(_WARM_UP_TOKENS) for task in self._sample.rounds[0]]
+
+    def _texts(self, count: int) -> list[EncodedTask]:
+        return [task for tasks in self._sample.rounds for task in tasks][:count]
+
+    def _situation(
+        self,
+        config: SpeculationConfig,
+        drafted: Writing,
+        passes: dict[int, float],
+        own: ModelRunner | None,
+        own_passes: dict[int, float],
+    ) -> Situation:
+        target = model_facts(self._llm.engine.runner)
+        share = None
+        if own is not None and target.weight_bytes:
+            share = (model_facts(own).weight_bytes or 0) / target.weight_bytes
+        return Situation(
+            method=config.name,
+            batch=self._sample.batch,
+            rows=_rows(drafted) / max(drafted.texts_per_step, 1.0),
+            kernels=target.kernels is not None,
+            weight_share=share,
+            pass_ratio=own_passes[1] / passes[1] if own_passes else None,
+        )
+
+
+def members(asked: SpeculationConfig) -> Iterator[SpeculationConfig]:
+    """The methods to examine, one after the other; those of a composition each by itself."""
+    yield from (part for config in asked.candidates for part in parts_of(config) if part.method is not None)
+
+
+def _is_possible(plain: Writing, drafted: Writing) -> bool:
+    """Whether drafts may have gained so much in the same texts."""
+    return possible_speedup(drafted.tokens_per_second / plain.tokens_per_second, drafted.tokens_per_pass)
+
+
+def _total(writings: Sequence[Writing]) -> Writing:
+    found = Writing()
+    for each in writings:
+        found.add(each)
+    return found
+
+
+def _rows(drafted: Writing) -> float:
+    """Mean rows of a pass: one a text, and the draft tokens."""
+    drafts = drafted.stats.num_draft_tokens / max(drafted.stats.num_target_passes, 1)
+    return drafted.texts_per_step * (1.0 + drafts)
+
+
+def _terms(plain: Writing, drafted: Writing, passes: dict[int, float], own_passes: dict[int, float]) -> Terms:
+    """What a step with drafts takes, from calibrated passes; times that no calibration tells are those of the steps."""
+    curve = Curve(passes)
+    before, after = curve.base(plain.texts_per_step), curve.base(_rows(drafted))
+    propose = drafted.step_seconds("propose")
+    if own_passes:
+        positions = drafted.stats.drafted_per_position
+        levels = sum(positions) / max(drafted.stats.num_target_passes, 1)
+        propose = levels * Curve(own_passes).base(drafted.texts_per_step)
+    unit = before + plain.host_seconds
+    return Terms(
+        tokens=drafted.tokens_per_pass,
+        verify=after / unit,
+        propose=propose / unit,
+        host=drafted.host_seconds / unit,
+        plain_verify=before / unit,
+    )

@@ -1,0 +1,1 @@
+"""Instruments that the benchmark, `tune` and `doctor` share: tasks, timed passes, interleaved turns."""

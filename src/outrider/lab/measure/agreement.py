@@ -1,0 +1,222 @@
+"""What rounding costs in quality: perplexities, how far two laws agree, and the card of a rounded checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from outrider.errors import InvalidParameterError
+from outrider.kernels.formats import WeightFormat
+from outrider.lab.convert.compressed_tensors import as_written
+from outrider.llm import LLM
+from outrider.loading.exclusive import exclusive_transformers
+from outrider.model.batch import Segment
+from outrider.model.runner import ModelRunner
+
+# --- What rounding costs in quality: the perplexity of a text with it and without it, and how far the two laws agree.
+
+
+#: Tokens that are read together.
+WINDOW = 512
+#: Windows whose perplexity is taken. The laws of the first ones are compared, since those of all might not fit in memory.
+_MOST_WINDOWS = 8
+#: Passes of one row that are timed, with rounding and without it in turn.
+_PAIRS = 40
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a rounded model compares with the original on a text.
+
+    Attributes:
+        tokens: Predicted tokens behind the perplexities.
+        original, rounded: Perplexities.
+        compared: Tokens whose laws were compared.
+        distance: The mean total variation of the two laws, from 0 to 1.
+        worst_distance: The largest one.
+        divergence: The mean Kullback-Leibler divergence of the rounded law from the original one, in nats.
+        same_choice: How often both hold the same token likeliest.
+    """
+
+    tokens: int
+    original: float
+    rounded: float
+    compared: int
+    distance: float
+    worst_distance: float
+    divergence: float
+    same_choice: float
+
+    def __str__(self) -> str:
+        return (
+            f"the perplexity of {self.tokens} tokens is {self.rounded:.3f}, and {self.original:.3f} without rounding; "
+            f"the laws of {self.compared} tokens lie {self.distance:.3f} apart on average and {self.worst_distance:.3f} at "
+            f"most (total variation), and hold the same token likeliest in {self.same_choice:.1%} of all places"
+        )
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model says to a text.
+
+    Attributes:
+        scores: The log-probabilities of its tokens, [n].
+        laws: The log-probabilities of all tokens in the first places, [some, vocab_size].
+    """
+
+    scores: Tensor
+    laws: Tensor
+
+
+@torch.inference_mode()
+def read(texts: Sequence[Sequence[int]], forward: Callable[[Tensor], Tensor]) -> Reading:
+    """What a model says to the beginning of texts, each in windows of its own.
+
+    Args:
+        texts: Token ids. One of them has two at least.
+        forward: Token ids [n] to logits [n, vocab_size].
+    """
+    windows = [w for text in texts for w in torch.split(torch.tensor(text), WINDOW) if len(w) > 1][:_MOST_WINDOWS]
+    scores: list[Tensor] = []
+    laws: list[Tensor] = []
+    for window in windows:
+        law = forward(window)[:-1].float().log_softmax(-1)
+        scores.append(law.gather(1, window[1:, None])[:, 0])
+        if sum(len(each) for each in laws) < WINDOW // 2:
+            laws.append(law)
+    return Reading(torch.cat(scores), torch.cat(laws))
+
+
+def agreement(original: Reading, rounded: Reading) -> Agreement:
+    """How two readings of the same texts compare."""
+    law, other = original.laws, rounded.laws
+    distances = (law.exp() - other.exp()).abs().sum(-1) / 2
+    return Agreement(
+        tokens=len(original.scores),
+        original=float(original.scores.mean().neg().exp()),
+        rounded=float(rounded.scores.mean().neg().exp()),
+        compared=len(law),
+        distance=float(distances.mean()),
+        worst_distance=float(distances.max()),
+        divergence=float((law.exp() * (law - other)).sum(-1).mean()),
+        same_choice=float((law.argmax(-1) == other.argmax(-1)).float().mean()),
+    )
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What rounding costs and gains.
+
+    Attributes:
+        agreement: With the model as it was.
+        speed: How many times as fast a pass of one row is, a median of pairs.
+    """
+
+    agreement: Agreement
+    speed: float
+
+    def __str__(self) -> str:
+        return f"{self.agreement}; a pass of one row is {self.speed:.2f} times as fast"
+
+
+def measure_rounding(llm: LLM, texts: Sequence[Sequence[int]]) -> Rounding:
+    """Compare a loaded model, which is rounded, with the same checkpoint as it is. That one is in memory meanwhile.
+
+    Args:
+        llm: The rounded model. It has no work.
+        texts: Token ids. One of them has two at least.
+
+    Raises:
+        ModelError: The original cannot be loaded, as where memory is too small for it.
+    """
+    rounded = llm.engine.runner
+    loaded = rounded.loaded
+    device = str(loaded.device)
+    with LLM(loaded.name, dtype=loaded.dtype, device=device, speculation="none", kv_cache_tokens=2 * WINDOW) as whole:
+        original = whole.engine.runner
+        readings = [read(texts, partial(_logits, runner)) for runner in (original, rounded)]
+        first, second = _OneRow(original), _OneRow(rounded)
+        pairs = [(first.seconds(), second.seconds()) for _ in range(1 + _PAIRS)][1:]  # the first pair warms up
+    return Rounding(agreement(*readings), median(before / after for before, after in pairs))
+
+
+class _OneRow:
+    """Times passes of one row, over a memory of their own."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner.with_own_memory(1)
+        self._segments = [Segment([0], 0, self._runner.blocks.allocate(1))]
+
+    def seconds(self) -> float:
+        """Of a pass."""
+        start = perf_counter()
+        self._runner.forward(self._segments)
+        return perf_counter() - start
+
+
+def _logits(runner: ModelRunner, window: Tensor) -> Tensor:
+    """[len(window), vocab_size] of a pass that leaves nothing in the runner's own memory."""
+    own = runner.with_own_memory(len(window))
+    blocks = own.blocks.allocate(own.blocks.blocks_for(len(window)))
+    return own.forward([Segment(window.tolist(), 0, blocks)]).logits
+
+
+# --- What rounding a checkpoint costs in quality, on a text.
+
+
+@torch.inference_mode()
+def agreement_of_checkpoint(checkpoint: str, fmt: WeightFormat, layers: dict[str, int], text: str) -> Agreement:
+    """Read a text with a model, round the weights of these layers, and read it again.
+
+    Raises:
+        InvalidParameterError: The text has fewer than two tokens.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with exclusive_transformers():
+        ids = AutoTokenizer.from_pretrained(checkpoint).encode(text)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
+    if len(ids) < 2:
+        raise InvalidParameterError("text", text, "it has fewer than two tokens", "Give a longer text.")
+    before = read([ids], lambda window: model(window[None]).logits[0])
+    for name, in_features in layers.items():
+        weight, written = model.get_parameter(name), as_written(fmt, in_features)
+        weight.copy_(written.dequantise(written.store(weight.data), weight.dtype))
+    return agreement(before, read([ids], lambda window: model(window[None]).logits[0]))
+
+
+# --- The card of a checkpoint with rounded weights.
+
+
+def rounded_card(name: str, fmt: WeightFormat, num_layers: int, found: Agreement | None) -> str:
+    """What the folder holds, and what rounding costs where that was measured."""
+    scales = "a scale for each output" if fmt.group is None else f"a scale for each group of {fmt.group} inputs"
+    lines = f"""# {name} in {fmt.name}
+
+The weights of {num_layers} linear layers are rounded to {fmt.bits} bits with {scales}.
+Embeddings, norms and the head are those of the original. Activations are not rounded. The scale of a group is the one of a
+few candidates that leaves the least squared error, and no text was needed to find it. The format is "pack-quantized" of
+compressed-tensors.
+
+## What rounding costs
+
+"""
+    if found is None:
+        return lines + "This was not measured. `outrider quantize --text FILE` measures it.\n"
+    return (
+        lines
+        + f"""| on a text that the user gave | original | rounded |
+|---|---|---|
+| perplexity of {found.tokens} tokens | {found.original:.3f} | {found.rounded:.3f} |
+
+The laws of {found.compared} tokens lie {found.distance:.3f} apart on average and {found.worst_distance:.3f} at most (total
+variation). The mean divergence of the rounded law from the original one is {found.divergence:.4f} nats. Both hold the same
+token likeliest in {found.same_choice:.1%} of all places.
+"""
+    )

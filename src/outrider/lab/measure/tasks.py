@@ -1,0 +1,251 @@
+"""What is written in a measurement: built-in workloads, prompts of the user, Spec-Bench, recorded texts, long prompts."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import keyword
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from outrider.errors import InvalidParameterError
+
+# --- Workloads: built-in prompts, prompts of the user, questions of Spec-Bench, and recorded texts to replay.
+
+
+#: The built-in workloads. Each has a file in the folder `workloads`.
+WORKLOADS = ("code_completion", "copy_editing", "summarisation", "passage_question", "json", "free_text")
+#: The workloads with long prompts, which `outrider.lab.measure.tasks` makes, and the name that stands for all of them.
+LONG_WORKLOADS, LONG = ("long_files", "long_passages", "long_diffs"), "long"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt and, for a replay, the recorded text that follows it.
+
+    Attributes:
+        name: A name that is unique within its workload.
+        workload: The workload by which figures are grouped.
+        prompt: The text of the prompt.
+        answer: The text that is forced as the target's choice. None where the target itself chooses.
+    """
+
+    name: str
+    workload: str
+    prompt: str
+    answer: str | None = None
+
+
+def built_in(workload: str) -> list[Task]:
+    """The prompts of one of WORKLOADS."""
+    text = (files("outrider.lab.bench") / "workloads" / f"{workload}.jsonl").read_text("utf-8")
+    lines = (json.loads(line) for line in text.split("\n") if line)
+    return [Task(f"{workload}-{i}", workload, line["prompt"]) for i, line in enumerate(lines, 1)]
+
+
+def read_prompts(path: Path) -> list[Task]:
+    """Read lines of {"prompt": ...} with an optional "name" and "workload".
+
+    Raises:
+        InvalidParameterError: The file cannot be read or is not JSON, or a line has no prompt.
+    """
+    return [
+        Task(
+            _text(line, "name", where, f"line-{i}"), _text(line, "workload", where, path.stem), _text(line, "prompt", where)
+        )
+        for i, where, line in _lines("prompts", path)
+    ]
+
+
+def read_spec_bench(path: Path) -> list[Task]:
+    """Read questions in the format of Spec-Bench, {"question_id": ..., "category": ..., "turns": [...]}.
+
+    The first turn of each question becomes a task, and its category the workload.
+
+    Raises:
+        InvalidParameterError: The file cannot be read or is not JSON, or a line is not a question.
+    """
+    tasks = []
+    for _, where, line in _lines("spec_bench", path):
+        turns = line.get("turns")
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+            raise _bad(where, "no turns", 'Give {"question_id": ..., "category": ..., "turns": ["..."]} a line.')
+        if "question_id" not in line:
+            raise _bad(where, "no question_id", "Give every question its own.")
+        category = _text(line, "category", where)
+        tasks.append(Task(f"{category}-{line['question_id']}", f"spec_bench/{category}", turns[0]))
+    return tasks
+
+
+def read_replay(path: Path) -> list[Task]:
+    """Read recorded texts from lines of {"prompt": ..., "answer": ...}.
+
+    Raises:
+        InvalidParameterError: The file cannot be read or is not JSON, or a line lacks one of the two.
+    """
+    return [
+        Task(f"line-{i}", f"replay/{path.stem}", _text(line, "prompt", where), _text(line, "answer", where))
+        for i, where, line in _lines("replay", path)
+    ]
+
+
+def _lines(field: str, path: Path) -> Iterator[tuple[int, tuple[str, str], dict[str, Any]]]:
+    """(line number, (field, place) for errors, object) of each line. A file without lines is refused."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameterError(field, str(path), f"cannot be read ({error})", "Give a JSONL file in UTF-8.") from None
+    found = False
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = (field, f"{path.name}:{number}")
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise _bad(where, f"not JSON ({error})", "Give one JSON object a line.") from None
+        if not isinstance(value, dict):
+            raise _bad(where, "not an object", "Give one JSON object a line.")
+        found = True
+        yield number, where, value
+    if not found:
+        raise InvalidParameterError(field, str(path), "it has no lines", "Give one JSON object a line.")
+
+
+def _text(line: dict[str, Any], key: str, where: tuple[str, str], default: str | None = None) -> str:
+    value = line.get(key, default)
+    if not isinstance(value, str) or not value:
+        raise _bad(where, f"{key!r} is {'missing' if value is None else 'no text'}", f'Give "{key}" as a non-empty string.')
+    return value
+
+
+def _bad(where: tuple[str, str], problem: str, remedy: str) -> InvalidParameterError:
+    return InvalidParameterError(*where, problem, remedy)
+
+
+# --- Makes long prompts: files to continue, passages to answer a question from, and diffs to apply.
+#
+# The files are modules of Python's standard library as they are installed. The passages come from a generator with a
+# fixed seed. So nobody's text is kept in this project, and the same release of Python gives the same prompts.
+
+
+#: The fewest and the most tokens of a prompt, for the tokenizer of the embedded target.
+LEAST, MOST = 1_000, 1_900
+#: Modules that are long enough.
+_MODULES = (
+    "argparse", "configparser", "difflib", "mailbox", "textwrap", "tarfile", "zipfile", "statistics", "shutil", "ast",
+    "calendar", "gzip", "heapq", "pprint", "random", "shlex",
+)  # fmt: skip
+#: The prompts are from this size on and grow by equal steps up to MOST. A few tokens are lost where a text is cut.
+_SHORTEST = 1_060
+_NUM_EDITS = 4
+_NAMES = ("Mara", "Olin", "Teska", "Bram", "Ivo", "Senna", "Karel", "Dunja", "Pell", "Runa", "Aldo", "Nils", "Vera", "Jost")
+_SURNAMES = ("Lind", "Harrow", "Voss", "Tamm", "Greel", "Okar", "Brandt", "Sorel", "Quist", "Maas", "Dorn", "Vale")
+_PLACES = ("Velmo", "Karsund", "Ostra", "Tilde Bay", "Renholm", "Marrick", "Sandhook", "Uvale", "Brenna", "Coldwater")
+_GOODS = ("copper", "dried fish", "salt", "lamp oil", "wool", "roof tiles", "apples", "paper", "rope", "barley", "glass")
+_MONTHS = ("March", "April", "May", "June", "July", "August", "September")
+
+
+def long_tasks(workload: str) -> list[Task]:
+    """The prompts of one of the workloads that have long prompts, from LEAST to MOST tokens each.
+
+    Args:
+        workload: "long_files", "long_passages" or "long_diffs".
+    """
+    make = {"long_files": _file, "long_passages": _passage, "long_diffs": _diff}[workload]
+    return [Task(f"{workload}-{i + 1}", workload, make(i, _size(i))) for i in range(len(_MODULES))]
+
+
+def _size(number: int) -> int:
+    """The most tokens of a prompt. The sizes come in a mixed order, so that the first few are near the middle together."""
+    count = len(_MODULES)
+    return _SHORTEST + (MOST - _SHORTEST) * ((7 * number + 8) % count) // (count - 1)
+
+
+def _file(number: int, size: int) -> str:
+    """The beginning of a module."""
+    lines = _source_lines(number)
+    return _longest(lambda n: "".join(lines[:n]), len(lines), size)
+
+
+def _diff(number: int, size: int) -> str:
+    """The beginning of a module, a diff for it, and the heading of the file that is to be written."""
+    name, lines = f"{_MODULES[number]}.py", _source_lines(number)
+
+    def prompt(n: int) -> str:
+        before = lines[:n]
+        diff = "".join(difflib.unified_diff(before, _edited(before), f"a/{name}", f"b/{name}", n=2))
+        return f"# {name}\n{''.join(before)}\n\n# A diff for {name}:\n{diff}\n\n# {name} with the diff applied:\n"
+
+    return _longest(prompt, len(lines), size)
+
+
+def _source_lines(number: int) -> list[str]:
+    return inspect.getsource(import_module(_MODULES[number])).splitlines(keepends=True)
+
+
+def _edited(lines: list[str]) -> list[str]:
+    """The lines with a few names changed, at places that are spread over them."""
+    found = list(lines)
+    for edit in range(_NUM_EDITS):
+        first = len(lines) * (2 * edit + 1) // (2 * _NUM_EDITS)
+        for place in range(first, len(lines)):
+            names = [name for name in re.findall(r"\b[a-z_]{4,}\b", lines[place]) if not keyword.iskeyword(name)]
+            if names:
+                found[place] = re.sub(rf"\b{names[0]}\b", f"new_{names[0]}", lines[place])
+                break
+    return found
+
+
+def _passage(number: int, size: int) -> str:
+    """Entries of a harbour book, and a question about one of them."""
+    chance = Random(number)
+    entries = [_entry(chance) for _ in range(MOST // 10)]
+    asked = chance.random()
+
+    def prompt(n: int) -> str:
+        paragraphs = [" ".join(entry["text"] for entry in entries[i : min(n, i + 5)]) for i in range(0, n, 5)]
+        about = entries[int(asked * n)]
+        question = "Question: On {day}, what did {who} bring to {to}, from where, and what was {who} paid?".format(**about)
+        return "\n\n".join(["The harbour book", *paragraphs, f"{question}\nAnswer: On {about['day']}, {about['who']}"])
+
+    return _longest(prompt, len(entries), size)
+
+
+def _entry(chance: Random) -> dict[str, Any]:
+    """One entry: what its question names, and its text."""
+    day = f"{chance.randint(1, 30)} {chance.choice(_MONTHS)}"
+    who = f"{chance.choice(_NAMES)} {chance.choice(_SURNAMES)}"
+    origin, to = chance.sample(_PLACES, 2)
+    goods = f"{chance.randint(3, 90)} crates of {chance.choice(_GOODS)}"
+    text = f"On {day}, {who} brought {goods} from {origin} to {to} and was paid {chance.randint(12, 400)} crowns."
+    return {"day": day, "who": who, "to": to, "text": text}
+
+
+def _longest(make: Callable[[int], str], most: int, size: int) -> str:
+    """The text of as many parts, from 1 to `most`, as have at most `size` tokens."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if num_tokens(make(middle)) <= size else (low, middle - 1)
+    return make(low)
+
+
+def num_tokens(text: str) -> int:
+    """The number of tokens for the tokenizer of the embedded target."""
+    return len(_tokenizer().encode(text).ids)
+
+
+@cache
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str((files("outrider") / "assets" / "target" / "tokenizer.json").read_text("utf-8"))

@@ -1,0 +1,149 @@
+"""The engines that can be measured or proved, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
+from outrider.lab.peers.base import Peer, PeerModels
+from outrider.lab.peers.ik_llama import IkLlamaPeer
+from outrider.lab.peers.llama_cpp import LlamaCppPeer
+from outrider.lab.peers.openvino import OpenVinoPeer
+from outrider.lab.peers.transformers import TransformersPeer
+from outrider.lab.prove.running import Proof
+
+# --- Registry of the engines that can be measured, by name.
+
+
+PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (TransformersPeer, LlamaCppPeer, IkLlamaPeer, OpenVinoPeer)}
+
+
+def open_peer(name: str, models: PeerModels) -> Peer:
+    """The peer called `name`, for use as a context manager. It has not loaded anything yet.
+
+    Args:
+        name: One of `PEERS`.
+        models: What it will load.
+
+    Raises:
+        InvalidParameterError: The peer is unknown, or it cannot use weights of this type.
+        MissingExtraError: A package is not installed.
+    """
+    if name not in PEERS:
+        raise InvalidParameterError("peer", name, "no such peer", f"Known are {', '.join(PEERS)}.")
+    reason = PEERS[name].missing()
+    if reason is not None:
+        problem, _, remedy = reason.partition("; ")
+        raise MissingExtraError(name, problem, f"{remedy[:1].upper()}{remedy[1:]}")
+    return PEERS[name](models)
+
+
+# --- Registry of the engines that can be proved, by name.
+
+
+_NAMES = "transformers, llama.cpp, or the address of an OpenAI-compatible server (http://...)"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options that only a server needs.
+
+    Attributes:
+        model: The name of the model in requests.
+        weights: Folder or hub id of the same weights, which become the reference.
+        plain: How to ask without speculation: another address, or fields of the request as a JSON object.
+        body: Fields of every request as a JSON object.
+    """
+
+    model: str | None = None
+    weights: str | None = None
+    plain: str | None = None
+    body: str | None = None
+
+
+@contextmanager
+def open_engine(name: str, options: ServerOptions) -> Iterator[OtherEngine]:
+    """The engine called `name`. It stops when the block ends.
+
+    Raises:
+        InvalidParameterError: The engine is unknown, or an option is not a JSON object.
+        ContradictionError: The engine has no use for an option.
+        OtherEngineError: The engine cannot run here.
+    """
+    if name.startswith(("http://", "https://")):
+        yield _server(name, options)
+        return
+    if name not in _BUILDERS:
+        raise InvalidParameterError("engine", name, "no such engine", f"Known are {_NAMES}.")
+    for field, value in vars(options).items():
+        if value is not None:
+            raise ContradictionError(field, value, f"{name} has no use for it", "It is for servers: --engine http://...")
+    with TemporaryDirectory() as folder, _BUILDERS[name](Path(folder)) as engine:
+        yield engine
+
+
+@contextmanager
+def _transformers(folder: Path) -> Iterator[OtherEngine]:
+    from outrider.lab.peers.assisted import AssistedGeneration
+
+    yield AssistedGeneration(folder)
+
+
+@contextmanager
+def _llama_cpp(folder: Path) -> Iterator[OtherEngine]:
+    from outrider.lab.peers.llama_cpp_proof import open_llama_cpp
+
+    with open_llama_cpp(folder) as engine:
+        yield engine
+
+
+def _server(url: str, options: ServerOptions) -> OtherEngine:
+    from outrider.lab.peers.server import CompletionsClient, ReferenceModel, ServerProof
+
+    body = _json_object("body", options.body)
+    client = CompletionsClient(url, options.model, body)
+    plain = None
+    if options.plain is not None:
+        if options.plain.startswith(("http://", "https://")):
+            plain = CompletionsClient(options.plain, options.model, body)
+        else:
+            plain = CompletionsClient(url, options.model, {**body, **_json_object("plain", options.plain)})
+    proof = ServerProof(client, plain, None if options.weights is None else ReferenceModel(options.weights))
+    proof.reach()
+    return proof
+
+
+def _json_object(field: str, text: str | None) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidParameterError(field, text, "not a JSON object", 'For example \'{"speculation": "none"}\'.')
+    return value
+
+
+_BUILDERS = {"transformers": _transformers, "llama.cpp": _llama_cpp}
+
+
+# --- The interface of another engine that is proved.
+
+
+class OtherEngine(Protocol):
+    """An engine whose speculation is tested.
+
+    Attributes:
+        title: Its name and version, as far as the engine tells them.
+    """
+
+    title: str
+
+    def proofs(self, *, quick: bool) -> Sequence[Proof]:
+        """The claims by name, each with the function that proves it. They run in order, one at a time."""
+        ...

@@ -1,0 +1,274 @@
+"""Real checkpoints that are so small that every path through the engine can be walked, and heads for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.heads.checkpoint import describe_target, save_heads, take_witness
+from outrider.heads.networks import (
+    BlockwiseConfig,
+    ExitConfig,
+    HeadsConfig,
+    HeadTarget,
+    MedusaConfig,
+    build_network,
+    randomise,
+)
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
+from outrider.llm import LLM
+from outrider.loading.exclusive import exclusive_transformers
+from outrider.propose.base import Proposer
+
+# --- Real checkpoints that are so small that every path through the engine can be walked.
+
+
+#: The text of the token that ends a text.
+END = "<end>"
+#: The texts of the tokens of `save_tiny_llama(..., speaks=True)`. The last one ends a text.
+PIECES = ('"', "a", END)
+#: The same for a target and a draft model of different vocabularies: each has a token that the other lacks, the ids of the
+#: others differ, and the draft writes the target's "aa" in two tokens.
+CROSSED_PIECES = {"target": ("a", "aa", END), "draft": (END, "b", "a")}
+
+
+def save_tiny_llama(
+    folder: Path,
+    seed: int,
+    *,
+    vocab_size: int = 3,
+    num_layers: int = 1,
+    speaks: bool = False,
+    pieces: tuple[str, ...] = PIECES,
+) -> str:
+    """Write a Llama of few layers with random weights in float64; returns its path.
+
+    Args:
+        folder: The folder to write to.
+        seed: Fixes the weights.
+        vocab_size: The width of the logits. It must be 3 where `speaks` is true.
+        num_layers: The number of layers.
+        speaks: Whether to write a tokenizer and an end of text.
+        pieces: The texts of its tokens.
+
+    The weights have a wide spread. At the usual spread of 0.02 all probabilities would be nearly equal, and a wrong mask
+    would change nothing.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=pieces.index(END) if speaks else None,
+        pad_token_id=None,
+    )
+    _save_random(LlamaForCausalLM(config), seed, folder)
+    if speaks:
+        _save_tokenizer(folder, pieces)
+    return str(folder)
+
+
+def save_tiny_hybrid(folder: Path, seed: int, *, num_layers: int = 2) -> str:
+    """Write an LFM2 over three tokens, short convolutions and a last layer that attends; returns its path.
+
+    Stock transformers computes a convolution in float64, so that bounds are as tight as for a Llama. The states of other
+    layers are float32 there.
+
+    Args:
+        folder: The folder to write to.
+        seed: Fixes the weights, which are as wide as those of `save_tiny_llama`.
+        num_layers: The number of layers.
+    """
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        vocab_size=3,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=num_layers,
+        layer_types=[*("conv",) * (num_layers - 1), "full_attention"],
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    _save_random(Lfm2ForCausalLM(config), seed, folder)
+    return str(folder)
+
+
+def save_tiny_t5(folder: Path, seed: int) -> str:
+    """Write a T5 over three tokens, whose bias by distance has few buckets; returns its path.
+
+    Args:
+        folder: The folder to write to.
+        seed: Fixes the weights, which are as wide as those of `save_tiny_llama`.
+    """
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=3,
+        d_model=8,
+        d_kv=4,
+        d_ff=16,
+        num_layers=1,
+        num_decoder_layers=2,
+        num_heads=2,
+        relative_attention_num_buckets=4,
+        relative_attention_max_distance=4,
+        decoder_start_token_id=2,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+    _save_random(T5ForConditionalGeneration(config), seed, folder)
+    return str(folder)
+
+
+def _save_random(model: Any, seed: int, folder: Path) -> None:
+    """Write a model with random weights in float64."""
+    model.double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.7)
+    with exclusive_transformers():
+        model.save_pretrained(folder)
+
+
+def _save_tokenizer(folder: Path, pieces: tuple[str, ...]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [(piece[0], piece[1]) for piece in pieces if len(piece) == 2]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
+
+
+def raise_norms(model: Any) -> None:
+    """Let the norms of a float64 model compute in float64.
+
+    transformers normalises in float32, where a difference of 1e-16 between two batch shapes may become one of 1e-7. With
+    float64 throughout, two passes over the same tokens agree to about 1e-15, and the bounds of the proofs can be tight.
+    Norms of another form than Llama's stay as they are.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")) and hasattr(module, "variance_epsilon"):
+            module.forward = _Norm(module)
+
+
+class _Norm:
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self._module.variance_epsilon)
+        result: Tensor = self._module.weight * hidden_states * scale
+        return result
+
+
+def raise_engine_norms(llm: LLM) -> None:
+    """Apply `raise_norms` to the target and to every draft model that is loaded."""
+    raise_norms(llm.engine.runner.loaded.model)
+    for proposer in llm.proposers:
+        _raise_norms_of(proposer)
+
+
+def _raise_norms_of(proposer: Proposer) -> None:
+    """The same for the model of a proposer, and for those of its drafter where it has one."""
+    runner, stage = getattr(proposer, "runner", None), getattr(proposer, "stage", None)
+    if runner is not None:
+        raise_norms(runner.loaded.model)
+    if stage is not None:
+        _raise_norms_of(stage.proposer)
+
+
+# --- Heads with random weights for a small target, so that drafts from heads can be proven without training any.
+
+
+#: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
+#: sure of anything.
+HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
+#: Methods whose heads keep keys and values of the text.
+FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp", "dflash", "peagle"})
+
+
+def random_config(method: str, target: HeadTarget) -> HeadsConfig:
+    """Heads of a method as small as they can be for a target.
+
+    Args:
+        method: "medusa", "blockwise" or "exit".
+        target: Whom they are for.
+    """
+    if method == "medusa":
+        width = target.hidden_size
+        return MedusaConfig(target=target, layer=target.num_layers, normed=True, heads=3, width=width)
+    if method == "blockwise":
+        return BlockwiseConfig(target=target, layer=target.num_layers, normed=True, heads=3, inner=target.hidden_size)
+    assert method == "exit", method
+    return ExitConfig(target=target, layer=max(1, target.num_layers - 1), normed=False, width=target.hidden_size)
+
+
+def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
+    """Write heads of each method for a tiny target; returns their folders by method. Those that read features need three
+    layers, and layers that predict several tokens serve a Llama alone.
+
+    Args:
+        folder: Where to write them.
+        target: Folder of the target.
+    """
+    found = {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
+    eagle3 = save_random_eagle(
+        folder / "eagle3",
+        target,
+        "speculators",
+        draft_tokens=(0, 2),
+        scale=0.7,
+        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
+    )
+    eagle1 = save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7)
+    mtp = save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7)
+    dflash = save_random_dflash(folder / "dflash", target, "speculators", scale=0.7, block_size=4, draft_tokens=(0, 2))
+    peagle = save_random_peagle(
+        folder / "peagle", target, scale=0.7, draft_tokens=(0, 2), eagle_aux_hidden_state_layer_ids=[0, 1, 2]
+    )
+    return found | {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp, "dflash": dflash, "peagle": peagle}
+
+
+def save_layered(folder: Path, num_layers: int) -> dict[str, Any]:
+    """Write a draft model of several layers for the proofs, and its heads; returns both as `EngineProof` takes them."""
+    draft = save_tiny_llama(folder / "model", 5, num_layers=num_layers)
+    return {"layered": draft, "layered_heads": save_tiny_heads(folder, draft)}
+
+
+def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:
+    """Write heads with random weights for a checkpoint; returns their folder.
+
+    Args:
+        folder: Where to write them.
+        target: Folder of the target.
+        method: "medusa", "blockwise" or "exit".
+        seed: Fixes the weights.
+        scale: Standard deviation of the weights.
+        changes: Other values for fields of their configuration.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with exclusive_transformers():
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    config = random_config(method, describe_target(model, target)).replace(**changes)
+    network = build_network(config)
+    randomise(network, seed, scale)
+    save_heads(folder, network, take_witness(model, config))
+    return str(folder)

@@ -1,0 +1,170 @@
+"""Trains block drafters (DFlash, 2026)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from outrider.errors import InvalidParameterError
+from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, BlockLayer, BlockReach
+from outrider.heads.formats.published import PublishedHead
+from outrider.heads.lone import RotaryFactors
+from outrider.heads.networks import TargetHead
+from outrider.lab.train.depths import token_counts
+from outrider.lab.train.eagle import Design, OwnLayerSettings, published_design
+from outrider.lab.train.target import FrozenTarget, head_layers, layers_to_read
+from outrider.records import Manifest
+
+# --- Block drafters (DFlash, 2026) that are to be trained.
+
+
+#: Most layers of the target that it reads unless somebody says which.
+_MOST_READ = 5
+
+
+class DflashSettings(OwnLayerSettings):
+    """A block drafter.
+
+    Attributes:
+        layers: The target's layers whose inputs it reads, in ascending order; None takes up to five, evenly spread.
+        own_layers: Layers of its own.
+        block_size: Rows of a block: the last token of the text, then a mask token for each token that is drafted.
+        mask_token: The target's token whose embedding stands for one that is to be drafted; None takes the rarest one.
+        blocks: Most blocks of a text that are drafted in a batch, behind tokens that are drawn.
+    """
+
+    method: Literal["dflash"] = "dflash"
+    layers: tuple[int, ...] | None = Field(None, description="Use ascending layer numbers, or None.")
+    own_layers: int = Field(2, ge=1, le=16, description="Use 1 to 16.")
+    block_size: int = Field(8, ge=2, le=64, description="Use 2 to 64.")
+    mask_token: int | None = Field(None, ge=0, description="Use a token of the target, or None.")
+    blocks: int = Field(32, ge=1, description="Use 1 or more.")
+
+    def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
+        layers = layers_to_read(target, self.layers, _usual_layers(target.num_layers))
+        mask = self._mask_token(target, manifest, data)
+        config = BlockHeadConfig(
+            method=self.method,
+            layer=head_layers("qwen3", target, self.feed_forward, self.own_layers),
+            target_hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=target.vocab_size,
+            aux_layers=layers,
+            verifier=target.name,
+            architectures=tuple(target.model.config.architectures or ()),
+            block_size=self.block_size,
+            mask_token_id=mask,
+            reaches=(BlockReach(),) * self.own_layers,
+        )
+        network = BlockHeadNetwork(config, own_embedding=False, own_output=False)
+        module = TextBlocks(network, target.embed(torch.tensor(mask, device=target.device)).float())
+        facts = {"layers of its own": self.own_layers, "rows of a block": self.block_size, "mask token": mask}
+        drafted = self.block_size - 1
+        head = PublishedHead("", config, network, None)
+        return published_design(head, "z-lab", target, module, drafted, most=drafted, rows=self.blocks, facts=facts)
+
+    def _mask_token(self, target: FrozenTarget, manifest: Manifest, data: Path) -> int:
+        """The one that is asked for, or the rarest; of equally rare ones that with the highest number, since tokens that no
+        text holds lie there."""
+        if self.mask_token is None:
+            counts = token_counts(data, manifest)
+            return int((counts == counts.min()).nonzero()[-1])
+        if self.mask_token >= target.vocab_size:
+            problem = f"no token of the {target.vocab_size} of the target"
+            raise InvalidParameterError("mask_token", self.mask_token, problem, f"Use 0 to {target.vocab_size - 1}.")
+        return self.mask_token
+
+
+def _usual_layers(count: int) -> tuple[int, ...]:
+    """Up to five layers, evenly spread from the third to the last but one, or from the second where there are few."""
+    first, last = (2, count - 2) if count > _MOST_READ + 2 else (min(1, count - 1), count - 1)
+    number = min(_MOST_READ, last - first + 1)
+    return tuple(first + round(i * (last - first) / max(1, number - 1)) for i in range(number))
+
+
+# --- TextBlocks: a block drafter that drafts many blocks of a text at once, each as it will in the engine.
+
+
+class TextBlocks(nn.Module):
+    """A block drafter in training.
+
+    A block begins with a token of the text. Its row r drafts the token that is r tokens ahead of that one. Rows see the
+    text before the block and all rows of the block.
+
+    Args:
+        network: Its layers, none with a window.
+        mask: [hidden_size] the embedding of the mask token.
+    """
+
+    mask: Tensor
+
+    def __init__(self, network: BlockHeadNetwork, mask: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(
+        self, embeddings: Tensor, hidden: list[Tensor], wanted: Sequence[Tensor], target_head: TargetHead
+    ) -> list[Tensor]:
+        """Logits [n, vocab_size] of the draft tokens of each depth; see `Design`."""
+        size = self.network.config.block_size
+        places = _places(wanted[0])
+        features = self.network.fuse(hidden)
+        rows = torch.stack([_taken(embeddings, places), *[self.mask.expand(*places.shape, -1)] * (size - 1)], 2)
+        rotary = RotaryFactors(self.network.config.layer, rows.device)
+        tables = rotary.at(range(embeddings.shape[1] + size), torch.float32)
+        for layer in self.network.own_layers:
+            rows = _through(layer, rows, features, places, tables)
+        return [
+            self.network.logits(rows[:, :, depth][_taken(asked, places) & (places > 0)], target_head)
+            for depth, asked in enumerate(wanted, 1)
+        ]
+
+
+def _places(begun: Tensor) -> Tensor:
+    """[num_texts, most] where the blocks of each text begin, in ascending order, and 0 where it has no more."""
+    most = max(1, int(begun.sum(1).max()))
+    places = torch.arange(begun.shape[1], device=begun.device).masked_fill(~begun, begun.shape[1])
+    found = places.sort(1).values[:, :most]
+    return found.masked_fill(found == begun.shape[1], 0)
+
+
+def _taken(values: Tensor, places: Tensor) -> Tensor:
+    """[num_texts, most, ...] of values [num_texts, num_tokens, ...]."""
+    return values[torch.arange(len(values), device=values.device)[:, None], places]
+
+
+def _through(layer: BlockLayer, rows: Tensor, features: Tensor, places: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """What a layer leaves of the rows [num_texts, most, block_size, hidden_size] of blocks.
+
+    Args:
+        layer: Which.
+        rows: Of the blocks.
+        features: [num_texts, num_tokens, hidden_size] of the texts.
+        places: [num_texts, most] where the blocks begin.
+        tables: Cosines and sines by position.
+    """
+    texts, most, size, _ = rows.shape
+    of_text, attention = slice(0, features.shape[1]), layer.self_attn
+    keys, values = attention.keys_and_values(features, (tables[0][of_text], tables[1][of_text]))
+    normed = layer.input_layernorm(rows).flatten(0, 2)
+    positions = (places[..., None] + torch.arange(size, device=rows.device)).flatten()
+    here = (tables[0][positions], tables[1][positions])
+    queries = attention.queries(normed, here)
+    queries = queries.reshape(texts, most, size, *queries.shape[1:])
+    own = [each.reshape(texts, most, size, *each.shape[1:]) for each in attention.keys_and_values(normed, here)]
+    shared_by = queries.shape[3] // keys.shape[2]
+    keys, values = (each.repeat_interleave(shared_by, 2) for each in (keys, values))
+    own_keys, own_values = (each.repeat_interleave(shared_by, 3) for each in own)
+    before = torch.arange(features.shape[1], device=rows.device) < places[..., None]
+    scores = torch.einsum("bmihd,bjhd->bmhij", queries, keys).masked_fill(~before[:, :, None, None], float("-inf"))
+    among = torch.einsum("bmihd,bmjhd->bmhij", queries, own_keys)
+    shares = (torch.cat([scores, among], -1) * queries.shape[-1] ** -0.5).softmax(-1)
+    found = torch.einsum("bmhij,bjhd->bmihd", shares[..., of_text], values)
+    found = found + torch.einsum("bmhij,bmjhd->bmihd", shares[..., features.shape[1] :], own_values)
+    return layer.leave(rows.flatten(0, 2), found.flatten(0, 2)).reshape(rows.shape)

@@ -1,0 +1,298 @@
+"""The target writes training data on prompts of the user, and what it computes is kept beside them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from outrider.draft import Draft
+from outrider.errors import InvalidParameterError, OutriderError
+from outrider.lab.train.prompts import Source, encode_prompts
+from outrider.llm import LLM
+from outrider.model.target import Target
+from outrider.params import RequestOutput, SamplingParams
+from outrider.prompts import PromptEncoder
+from outrider.propose.base import DraftNoise, ObservedRows, Proposer, ProposeRequest, Requirements
+from outrider.propose.settings import PLAIN, Method, ProposerContext, SpeculationConfig
+from outrider.records import (
+    TOP_LOGITS,
+    TOP_TOKENS,
+    DataSettings,
+    EncodedPrompt,
+    Manifest,
+    Record,
+    TargetFacts,
+    hidden_name,
+    keep_witness,
+    open_manifest,
+    read_records,
+    target_facts,
+    target_witness,
+    write_shard,
+)
+
+# --- The target writes training data on prompts of the user, through the engine; a break costs one file at most.
+
+
+logger = logging.getLogger(__name__)
+
+#: Texts in a file. A run that is broken off writes those of its last file again.
+SHARD_RECORDS = 256
+#: The sequences that a target writes at a time.
+_AT_A_TIME = 64
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A text that is to be written.
+
+    Attributes:
+        prompt: What it follows.
+        sample: Which text of the prompt it is.
+    """
+
+    prompt: EncodedPrompt
+    sample: int
+
+    def seed(self, base: int) -> int:
+        """The seed of its noise: another for each text, the same whenever it is written."""
+        mixed = int.from_bytes(self.prompt.digest[:8], "big") + 0x9E3779B97F4A7C15 * (self.sample + 1) + base
+        return mixed % 2**63
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What a run came to.
+
+    Attributes:
+        manifest: Of the data that are there now.
+        num_written: Texts that this run wrote.
+        refused: Prompts that the target refused, as those that are too long: where they stand, and why.
+    """
+
+    manifest: Manifest
+    num_written: int
+    refused: tuple[tuple[str, str], ...]
+
+
+def collect(
+    sources: Sequence[Source],
+    folder: Path,
+    settings: DataSettings,
+    *,
+    target: str | None = None,
+    dtype: str = "auto",
+    device: str | None = None,
+    activations: str | None = None,
+    limit: int | None = None,
+    shard_records: int = SHARD_RECORDS,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_size: Callable[[int], None] = lambda num_bytes: None,
+) -> Collected:
+    """Let the target write on the prompts, and keep what it writes in a folder.
+
+    A text that is there already is not written again, so that the same call goes on where it was broken off, and more
+    prompts may be added later. Each text has its own seed: which texts are written together changes nothing.
+
+    Args:
+        sources: The prompts.
+        folder: Where the data are kept.
+        settings: How the target writes.
+        target: Folder or hub id; None for the embedded one.
+        dtype: Of the target's weights, as LLM takes it.
+        device: A torch device.
+        activations: What enters products with the target's rounded weights, as LLM takes it.
+        limit: Most prompts; None takes all. They are chosen by their digests.
+        shard_records: Texts in a file.
+        on_progress: Called with how many texts are there, and how many will be.
+        on_size: Called before anything is written, with the most bytes that will be added to the folder.
+
+    Raises:
+        InputError: A prompt cannot be used, no text could be written, or a setting does not fit the target.
+        ContradictionError: The folder holds data of other settings or of another target.
+        StorageError: A file cannot be written; the data that are there stay whole.
+        ModelError: The target cannot be used.
+    """
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "activations": activations}
+    with LLM(target, speculation="none", max_num_seqs=_AT_A_TIME, **how) as llm:
+        facts = target_facts(llm.engine.runner.loaded)
+        _check_rows(settings, facts)
+        manifest = open_manifest(folder, facts, settings)
+        witness = target_witness(Target(llm.engine.runner))
+        encoder = PromptEncoder(llm.prompts.tokenizer, target)  # of texts of any length, since it is pieces that are taken
+        prompts = encode_prompts(sources, encoder, settings.prompt_tokens)[:limit]
+        there = {(record.digest, record.sample) for record in read_records(folder, manifest)}
+        wanted = [Wanted(prompt, sample) for prompt in prompts for sample in range(settings.samples)]
+        missing = [each for each in wanted if (each.prompt.digest, each.sample) not in there]
+        writer = _Writer(llm, settings, _Counter(len(wanted) - len(missing), len(wanted), on_progress))
+        itemsize = llm.engine.runner.loaded.dtype.itemsize
+        on_size(sum(settings.most_bytes(len(each.prompt.token_ids), facts, itemsize) for each in missing))
+        keep_witness(folder, manifest, witness)
+        manifest.save(folder)
+        for start in range(0, len(missing), shard_records):
+            records = writer.write(missing[start : start + shard_records])
+            if records:
+                shard = write_shard(folder, f"shard-{len(manifest.shards):05d}.safetensors", records)
+                manifest = manifest.with_shard(shard)
+                manifest.save(folder)
+    if not manifest.num_records:
+        where, problem = writer.refused[0]
+        raise InvalidParameterError(
+            "prompts", where, f"the target refuses every prompt; this one: {problem.rstrip('.')}", "Change the prompts."
+        )
+    return Collected(manifest, len(missing) - len(writer.refused), tuple(writer.refused))
+
+
+def _check_rows(settings: DataSettings, facts: TargetFacts) -> None:
+    for layer in settings.hidden_states:
+        if not 0 <= layer <= facts.num_layers:
+            problem = f"the target has {facts.num_layers} layers"
+            raise InvalidParameterError("hidden_states", layer, problem, f"Use 0 to {facts.num_layers}.")
+    if settings.target_top_k > facts.vocab_size:
+        problem = f"the target has {facts.vocab_size} tokens"
+        raise InvalidParameterError("target_top_k", settings.target_top_k, problem, f"Use 0 to {facts.vocab_size}.")
+
+
+@dataclass
+class _Counter:
+    """Texts that are there, texts that will be, and who wants to know."""
+
+    done: int
+    total: int
+    tell: Callable[[int, int], None]
+
+    def count(self, _: object) -> None:
+        self.done += 1
+        self.tell(self.done, self.total)
+
+
+class _Writer:
+    """Has texts written.
+
+    Args:
+        llm: The target.
+        settings: How it writes.
+        counter: Told of each text.
+    """
+
+    def __init__(self, llm: LLM, settings: DataSettings, counter: _Counter) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._counter = counter
+        self._recording = Recording(hidden_states=settings.hidden_states, target_top_k=settings.target_top_k)
+        self.refused: list[tuple[str, str]] = []
+
+    def write(self, wanted: Sequence[Wanted]) -> list[Record]:
+        """Write these texts together; what the target refuses is noted and left out."""
+        if not (self._settings.max_tokens or self._settings.keeps_rows):
+            return [self._record(each, torch.tensor(each.prompt.token_ids)) for each in wanted]
+        outputs = self._llm.generate(
+            [list(each.prompt.token_ids) for each in wanted],
+            [self._params(each) for each in wanted],
+            speculation=SpeculationConfig(method=self._recording) if self._settings.keeps_rows else PLAIN,
+            on_finished=self._counter.count,
+        )
+        pairs = zip(wanted, outputs, strict=True)
+        return [record for each, output in pairs if (record := self._written(each, output)) is not None]
+
+    def _params(self, wanted: Wanted) -> SamplingParams:
+        asked = self._settings
+        return SamplingParams(
+            max_tokens=max(1, asked.max_tokens),  # rows need a pass, and a pass writes a token
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            seed=wanted.seed(asked.seed),
+        )
+
+    def _written(self, wanted: Wanted, output: RequestOutput) -> Record | None:
+        if isinstance(output.error, OutriderError):
+            self.refused.append((wanted.prompt.where, str(output.error)))
+            return None
+        written = output.token_ids if self._settings.max_tokens else ()
+        record = self._record(wanted, torch.tensor([*wanted.prompt.token_ids, *written]))
+        if self._settings.keeps_rows:
+            recorder = self._llm.proposers.get(self._recording)
+            assert isinstance(recorder, Recorder)
+            record.rows.update(recorder.take(wanted.seed(self._settings.seed), len(record.token_ids) - 1))
+        return record
+
+    def _record(self, wanted: Wanted, token_ids: torch.Tensor) -> Record:
+        prompt = wanted.prompt
+        held_out = prompt.held_out(self._settings.held_out)
+        return Record(prompt.digest, wanted.sample, held_out, len(prompt.token_ids), token_ids)
+
+
+# --- A method that drafts nothing and keeps what the target computes: hidden states, and likely next tokens.
+
+
+class Recording(Method):
+    """Keeps rows of the target's passes.
+
+    Attributes:
+        hidden_states: Layers whose hidden states are kept.
+        target_top_k: How many likely next tokens are kept.
+    """
+
+    name: ClassVar[str] = "recording"
+    takes_tree: ClassVar[bool] = False
+
+    hidden_states: tuple[int, ...] = ()
+    target_top_k: int = 0
+
+    def build(self, context: ProposerContext) -> Proposer:
+        requires = Requirements(self.hidden_states, self.target_top_k, needs_uncached_prompt=True)
+        return Recorder(requires, context.target.dtype)
+
+
+class Recorder(Proposer):
+    """Holds the rows of every text until somebody takes them.
+
+    Args:
+        requires: What is kept.
+        dtype: Of the hidden states that are kept.
+    """
+
+    def __init__(self, requires: Requirements, dtype: torch.dtype) -> None:
+        self.requires = requires
+        self._dtype = dtype
+        self._parts: dict[int, list[tuple[int, dict[str, Tensor]]]] = {}
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        return [Draft() for _ in requests]
+
+    def observe(self, rows: Sequence[ObservedRows]) -> None:
+        for seen in rows:
+            self._parts.setdefault(seen.sequence.seed, []).append((seen.positions[0], self._kept(seen)))
+
+    def take(self, seed: int, num_rows: int) -> dict[str, Tensor]:
+        """The rows of the text with this seed, by name, [num_rows, ...], and forget them. What was computed twice, as after
+        a preemption, counts once."""
+        taken: dict[str, Tensor] = {}
+        end = 0
+        for start, part in self._parts.pop(seed):
+            assert start <= end, f"rows {end} to {start} were never shown"
+            end = max(end, start + len(next(iter(part.values()))))
+            for name, values in part.items():
+                if name not in taken:
+                    taken[name] = values.new_empty((num_rows, *values.shape[1:]))
+                count = min(len(values), num_rows - start)
+                taken[name][start : start + max(0, count)] = values[: max(0, count)]
+        assert end >= num_rows, f"rows {end} to {num_rows} were never shown"
+        return taken
+
+    def _kept(self, seen: ObservedRows) -> dict[str, Tensor]:
+        found = {
+            hidden_name(layer): states.to(self._dtype, copy=True).cpu() for layer, states in seen.aux_hidden_states.items()
+        }
+        if seen.target_top_k is not None:
+            assert len(seen.target_top_k.rows) == len(seen), "every row of the text has logits"
+            found[TOP_TOKENS] = seen.target_top_k.token_ids.to(torch.int32).cpu()
+            found[TOP_LOGITS] = seen.target_top_k.logits.float().cpu()
+        return found

@@ -1,0 +1,157 @@
+"""Draft tokens of several depths, compared with what the target says there, within a draft vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from outrider.lab.train.batches import Batch
+from outrider.lab.train.settings import Overlaps, divergence, overlap
+from outrider.records import Manifest, read_records
+
+# --- Draft tokens of several depths, compared with what the target says there.
+
+
+#: The loss that looks at all depths of a draft together.
+ACCEPTED_LENGTH = "accepted_length"
+#: Keeps the logarithm finite where two laws have nothing in common.
+_LEAST = 1e-6
+
+
+class Depth(NamedTuple):
+    """Draft tokens that stand equally far ahead.
+
+    Attributes:
+        logits: [n, draft_vocab_size] of what drafts.
+        rows: [num_texts, num_tokens] whether a draft is made from this row; n of them.
+        ahead: Tokens by which the draft token is ahead of its row. What the target says of it stands ahead - 1 rows later.
+    """
+
+    logits: Tensor
+    rows: Tensor
+    ahead: int
+
+
+class Said(NamedTuple):
+    """What the target says of a batch.
+
+    Attributes:
+        batch: The texts.
+        logits: [num_texts, num_tokens, vocab_size]; row i speaks of token i + 1.
+        temperature: That the texts are written at.
+        tokens: [draft_vocab_size] the target's token for each of the draft's; None where they are the same.
+    """
+
+    batch: Batch
+    logits: Tensor
+    temperature: float
+    tokens: Tensor | None = None
+
+    def at(self, depth: Depth) -> Tensor:
+        """[n, vocab_size] the logits that the draft tokens of a depth are compared with."""
+        return shifted(self.logits, depth.ahead - 1)[depth.rows]
+
+    def overlap(self, depth: Depth) -> Tensor:
+        """[n] the chance that the token rule accepts."""
+        return overlap(self.at(depth), depth.logits, self.temperature, self.tokens)
+
+
+def depth_loss(name: str, depths: Sequence[Depth], said: Said, decay: float) -> Tensor:
+    """The loss of a draft.
+
+    Args:
+        name: One of LOSSES, which is added up over the depths, or ACCEPTED_LENGTH.
+        depths: First to last.
+        said: What the target says.
+        decay: What the loss of a depth counts, relative to the one before. ACCEPTED_LENGTH has no use for it.
+    """
+    if name == ACCEPTED_LENGTH:
+        return _accepted_length(depths, said)
+    total, weight = depths[0].logits.new_zeros(()), 1.0
+    for depth in depths:
+        tokens = shifted(said.batch.token_ids, depth.ahead)[depth.rows]
+        found = divergence(name, said.at(depth), depth.logits, tokens, said.temperature, said.tokens)
+        if len(found):
+            total = total + weight * found.mean()
+        weight *= decay
+    return total
+
+
+def depth_overlaps(depths: Sequence[Depth], said: Said) -> Overlaps:
+    """How often draft tokens would be accepted, by depth."""
+    sums = [said.overlap(depth).sum().double() for depth in depths]
+    return Overlaps(torch.stack(sums), torch.tensor([len(depth.logits) for depth in depths]))
+
+
+def _accepted_length(depths: Sequence[Depth], said: Said) -> Tensor:
+    """Minus the logarithm of the share of its draft tokens that a draft is expected to bring through: a1 + a1 a2 + ..., as
+    Leviathan et al. (2023) add them up, over their number. With one depth this is a loss of Samarin et al. (2026)."""
+    rows = depths[0].rows
+    stands = torch.ones(rows.shape, device=rows.device)
+    expected, reached = torch.zeros_like(stands), torch.zeros_like(stands)
+    scale = said.temperature or 1.0  # greedy decoding gives no gradient, and the order of tokens is the same
+    for depth in depths:
+        chances = overlap(said.at(depth), depth.logits, scale, said.tokens)
+        stands = stands * torch.zeros_like(stands).masked_scatter(depth.rows, chances)
+        expected, reached = expected + stands, reached + depth.rows
+    return -torch.log(expected[rows] / reached[rows] + _LEAST).mean()
+
+
+def shifted(values: Tensor, by: int) -> Tensor:
+    """Column i holds what column i + by held; the last columns, which nobody may read, repeat the last one."""
+    length = values.shape[1]
+    columns = torch.arange(length, device=values.device) + by
+    return values[:, columns.clamp(max=length - 1)]
+
+
+# --- The tokens that a head drafts: those that the training texts hold most often.
+
+
+class DraftVocabulary(NamedTuple):
+    """Some of the target's tokens.
+
+    Attributes:
+        tokens: [size] in ascending order; None for all.
+        share: How many of the tokens to be learnt are among them.
+    """
+
+    tokens: Tensor | None
+    share: float
+
+
+def frequent_tokens(folder: Path, manifest: Manifest, size: int) -> DraftVocabulary:
+    """The most frequent tokens of what the target wrote in texts that are not held out. Of tokens that are equally frequent
+    the smaller number goes first.
+
+    Args:
+        folder: Of the data.
+        manifest: Its manifest.
+        size: How many tokens.
+
+    Raises:
+        InvalidParameterError: A file is missing or damaged.
+    """
+    vocab_size = manifest.target.vocab_size
+    if size >= vocab_size:
+        return DraftVocabulary(None, 1.0)
+    counts = token_counts(folder, manifest)
+    chosen = torch.sort(counts, descending=True, stable=True).indices[:size]
+    return DraftVocabulary(chosen.sort().values, float(counts[chosen].sum() / counts.sum().clamp(min=1)))
+
+
+def token_counts(folder: Path, manifest: Manifest) -> Tensor:
+    """[vocab_size] how often the target wrote each token in texts that are not held out.
+
+    Raises:
+        InvalidParameterError: A file is missing or damaged.
+    """
+    counts = torch.zeros(manifest.target.vocab_size, dtype=torch.long)
+    for record in read_records(folder, manifest):
+        if not record.held_out:
+            first = record.num_prompt_tokens if manifest.settings.max_tokens else 1
+            counts += torch.bincount(record.token_ids[first:], minlength=len(counts))
+    return counts

@@ -1,0 +1,370 @@
+"""Trains heads that read the target's features and draft token by token, as EAGLE's (Li et al. 2024, 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from outrider.heads.features import Eagle1Network, Eagle3Network, FeatureHeadConfig, FeatureHeadNetwork
+from outrider.heads.formats.published import PublishedHead
+from outrider.heads.formats.writing import write_head
+from outrider.heads.lone import RotaryFactors
+from outrider.heads.networks import TargetHead
+from outrider.lab.train.batches import Batch
+from outrider.lab.train.depths import Depth, Said, depth_loss, depth_overlaps, frequent_tokens, shifted
+from outrider.lab.train.settings import HeadLearning, LossName, Overlaps, Trainee, TrainSettings, chain_tau
+from outrider.lab.train.target import Features, FrozenTarget, head_layers, layers_to_read
+from outrider.records import Manifest
+
+# --- Heads that read the target's features learn to continue what it computed.
+
+
+_LOSSES = "Use forward_kl, reverse_kl, jsd, total_variation, cross_entropy or accepted_length."
+
+
+class Design(NamedTuple):
+    """A head that is to be trained.
+
+    Attributes:
+        method: That will draft with it.
+        layers: The target's layers whose hidden states it reads, by transformers' index, low to high.
+        tokens: [draft_vocab_size] the target's token for each of its own; None where they are the same.
+        module: Runs the layers on whole texts, and returns logits [n, draft_vocab_size] by depth. Its arguments are
+            embeddings [num_texts, num_tokens, hidden_size]; the target's hidden states [num_texts, num_tokens,
+            target_hidden_size], low to high; by depth, whether a draft token is made from a row [num_texts, num_tokens];
+            and the target's output layer. Row 0 has no feature before it, and is never asked.
+        save: Writes it to a folder with the weights that the module has then.
+        learnt: Draft tokens behind a row that it learns.
+        most: Draft tokens behind a row that it can make; None for any number.
+        rows: Rows of a text from which it drafts in a batch; None for all.
+        facts: What the model card says of it besides.
+    """
+
+    method: str
+    layers: tuple[int, ...]
+    tokens: Tensor | None
+    module: nn.Module
+    save: Callable[[Path], None]
+    learnt: int
+    most: int | None
+    rows: int | None
+    facts: dict[str, Any]
+
+
+def published_design(
+    head: PublishedHead,
+    form: str,
+    target: FrozenTarget,
+    module: nn.Module,
+    learnt: int,
+    *,
+    most: int | None = None,
+    rows: int | None = None,
+    facts: dict[str, Any],
+) -> Design:
+    """The design of a head in a published format.
+
+    Args:
+        head: Its shape, its layers with the weights that training begins with, and its tokens.
+        form: The format in which it is written.
+        target: The target.
+        module, learnt, most, rows, facts: As `Design` has them.
+    """
+    layers, save = head.config.layers_of(target.num_layers), partial(write_head, head=head, form=form)
+    return Design(head.config.method, layers, head.tokens, module, save, learnt, most, rows, facts)
+
+
+class FeatureHeadSettings(HeadLearning):
+    """What a head learns; a subclass for each method says which head.
+
+    Attributes:
+        loss: How far its probabilities are from the target's.
+        decay: What the loss of a draft token counts, relative to the one before.
+    """
+
+    loss: LossName | Literal["accepted_length"] = Field("forward_kl", description=_LOSSES)
+    decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
+
+    def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
+        torch.manual_seed(settings.seed)
+        return TrainedFeatureHead(target, manifest, self, self.design(target, manifest, data), settings)
+
+    def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
+        """The head as training begins.
+
+        Args:
+            target: The target.
+            manifest: Of the data.
+            data: Their folder.
+
+        Raises:
+            InputError: The settings do not fit the target, or the data are damaged.
+        """
+        raise NotImplementedError
+
+
+class OwnLayerSettings(FeatureHeadSettings):
+    """A head whose layers are of a kind of their own.
+
+    Attributes:
+        feed_forward: Units of the feed-forward part of its layers; None takes as many as the target has.
+    """
+
+    feed_forward: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
+
+
+class TrainedFeatureHead(Trainee):
+    """A head in training.
+
+    Args:
+        target: The target.
+        manifest: Of the data.
+        learning: What it learns.
+        design: The head.
+        settings: How the training runs.
+
+    Raises:
+        ContradictionError: The data do not hold what the teacher needs.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        manifest: Manifest,
+        learning: FeatureHeadSettings,
+        design: Design,
+        settings: TrainSettings,
+    ) -> None:
+        self._target, self._learning, self._design = target, learning, design
+        self._features = Features(target, manifest, settings.teacher, design.layers)
+        self.rows = self._features.rows
+        self._temperature = manifest.settings.temperature
+        self._tokens = None if design.tokens is None else design.tokens.to(target.device)
+        self.module = design.module.to(target.device).train()
+        self.draft_vocab_size = None if design.tokens is None else len(design.tokens)
+        wanted = settings.num_draft_tokens
+        self._measured = wanted if design.most is None else min(wanted, design.most)
+        self.reach = max(design.learnt, self._measured) + 1  # row 0 drafts nothing
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        depths, said = self._drafted(module, batch, batch.predicts, self._design.learnt, _any_rows)
+        return depth_loss(self._learning.loss, depths, said, self._learning.decay)
+
+    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
+        return depth_overlaps(*self._drafted(module, batch, batch.writes, self._measured, _even_rows))
+
+    def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
+        return chain_tau(acceptance[:num_draft_tokens])
+
+    def save(self, folder: Path) -> None:
+        self._design.save(folder)
+
+    def speculation(self, folder: Path) -> dict[str, Any]:
+        return {"method": self._design.method, "model": str(folder)}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "kind": f"{self._design.method} head",
+            "parameters": sum(each.numel() for each in self.module.parameters() if each.requires_grad),
+            "hidden states of the target that it reads": ", ".join(map(str, self._design.layers)),
+            **self._design.facts,
+            "draft tokens that it learns behind a token": self._design.learnt,
+            "loss": self._learning.loss,
+        }
+
+    def _drafted(
+        self,
+        module: nn.Module,
+        batch: Batch,
+        rows_of: Callable[[int], Tensor],
+        depth: int,
+        choose: Callable[[Tensor, int], Tensor],
+    ) -> tuple[list[Depth], Said]:
+        """So many draft tokens behind the rows that `rows_of` has for tokens so far ahead, and what the target says. Where
+        drafts begin at some rows only, `choose` takes these."""
+        states, logits = self._features.read(batch)
+        embeddings = self._target.embed(batch.token_ids).float()
+        chosen = rows_of(1) & (torch.arange(batch.token_ids.shape[1], device=embeddings.device) > 0)
+        if self._design.rows is not None:
+            chosen = choose(chosen, self._design.rows)
+        wanted = [rows_of(ahead) & chosen for ahead in range(1, depth + 1)]
+        hidden = [states[layer].float() for layer in self._design.layers]
+        drafted = module(embeddings, hidden, wanted, self._target.head)
+        depths = [Depth(own, rows, ahead) for ahead, (own, rows) in enumerate(zip(drafted, wanted, strict=True), 1)]
+        return depths, Said(batch, logits, self._temperature, self._tokens)
+
+
+def _any_rows(rows: Tensor, most: int) -> Tensor:
+    """So many of the rows of each text, drawn without preference: [num_texts, num_tokens]."""
+    drawn = torch.rand(rows.shape, device=rows.device).masked_fill(~rows, -1.0)
+    count = min(most, rows.shape[1])
+    return rows & (drawn >= drawn.topk(count, 1).values[:, -1:])
+
+
+def _even_rows(rows: Tensor, most: int) -> Tensor:
+    """So many of the rows of each text, as evenly spread as can be: [num_texts, num_tokens]."""
+    number, count = rows.cumsum(1), rows.sum(1, keepdim=True).clamp(min=1)
+    return rows & ((number * most) // count > ((number - 1) * most) // count)
+
+
+# --- EAGLE heads (Li et al. 2024, 2025) that are to be trained.
+
+
+#: Least layers of a target for the layers that EAGLE-3 reads to be three different ones.
+_USUAL_FROM = 7
+
+
+class Eagle3Settings(OwnLayerSettings):
+    """A head of EAGLE-3.
+
+    Attributes:
+        layers: The target's layers whose inputs it reads, in ascending order; None takes 2, n // 2 and n - 3 of n.
+        draft_vocab: Most tokens that it drafts: the most frequent ones of the data.
+        unroll: Draft tokens behind each token of a text that it learns.
+    """
+
+    method: Literal["eagle3"] = "eagle3"
+    layers: tuple[int, ...] | None = Field(None, description="Use ascending layer numbers, or None.")
+    draft_vocab: int = Field(32000, ge=2, description="Use 2 or more.")
+    unroll: int = Field(4, ge=1, le=16, description="Use 1 to 16.")
+
+    def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
+        layers = layers_to_read(target, self.layers, _usual_layers(target.num_layers))
+        tokens, share = frequent_tokens(data, manifest, self.draft_vocab)
+        size = target.vocab_size if tokens is None else len(tokens)
+        config = _config(self.method, target, self.feed_forward, size, layers)
+        network = Eagle3Network(config, own_embedding=False, own_output=True)
+        output = target.output_weight()
+        assert network.lm_head is not None
+        with torch.no_grad():
+            network.lm_head.weight.copy_(output if tokens is None else output[tokens.to(output.device)])
+        facts = {"tokens that it drafts": size, "share of the training texts that these make up": f"{share:.4f}"}
+        head = PublishedHead("", config, network, tokens)
+        return published_design(head, "speculators", target, UnrolledHead(network), self.unroll, facts=facts)
+
+
+class Eagle1Settings(OwnLayerSettings):
+    """A head of EAGLE, which EAGLE-2 drafts trees with.
+
+    It continues what the target's final norm leaves. The target's output layer, which does not learn, reads what it leaves.
+
+    Attributes:
+        unroll: Draft tokens behind each token of a text that it learns.
+    """
+
+    method: Literal["eagle1"] = "eagle1"
+    unroll: int = Field(4, ge=1, le=16, description="Use 1 to 16.")
+
+    def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
+        config = _config(self.method, target, self.feed_forward, target.vocab_size, None)
+        network = Eagle1Network(config, own_embedding=False, bias=True)
+        head = PublishedHead("", config, network, None)
+        return published_design(head, "safeailab", target, UnrolledHead(network), self.unroll, facts={})
+
+
+def _config(
+    method: str, target: FrozenTarget, feed_forward: int | None, size: int, layers: tuple[int, ...] | None
+) -> FeatureHeadConfig:
+    return FeatureHeadConfig(
+        method=method,
+        layer=head_layers("llama", target, feed_forward),
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=size,
+        aux_layers=layers,
+        verifier=target.name,
+        architectures=tuple(target.model.config.architectures or ()),
+    )
+
+
+def _usual_layers(count: int) -> tuple[int, ...]:
+    """EAGLE-3's layers of so many; a target with fewer layers shows what enters its second, middle and last one."""
+    if count >= _USUAL_FROM:
+        return (2, count // 2, count - 3)
+    return tuple(sorted({min(1, count - 1), count // 2, count - 1}))
+
+
+# --- UnrolledHead: a head that drafts several tokens behind every token of a text at once, as it will in the engine.
+#
+# EAGLE-3 (Li et al. 2025) calls this the training-time test, and HASS (Zhang et al. 2025) trains heads of EAGLE so. The
+# row of token i reads the token beside the target's feature of token i - 1, and drafts token i + 1. The next draft
+# token is made from token i + 1 beside what the head itself left in row i, and so on. Token i + 1 is that of the text
+# here, with which a draft goes on as long as it stands. A row sees the first rows of its text up to token i, and its
+# own later rows.
+
+
+class UnrolledHead(nn.Module):
+    """A head in training.
+
+    Args:
+        network: Its layers.
+    """
+
+    def __init__(self, network: FeatureHeadNetwork) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(
+        self, embeddings: Tensor, hidden: list[Tensor], wanted: Sequence[Tensor], target_head: TargetHead
+    ) -> list[Tensor]:
+        """Logits [n, draft_vocab_size] of the draft tokens of each depth.
+
+        Args:
+            embeddings: [num_texts, num_tokens, hidden_size] of the texts.
+            hidden: [num_texts, num_tokens, target_hidden_size] of the target, low to high.
+            wanted: By depth: [num_texts, num_tokens] whether a draft token is made from this row. Row 0 has no feature
+                before it, and makes none.
+            target_head: The target's output layer, for heads without one of their own.
+        """
+        length = embeddings.shape[1]
+        positions = range(length + len(wanted))
+        tables = RotaryFactors(self.network.config.layer, embeddings.device).at(positions, torch.float32)
+        fused = self.network.fuse(hidden)
+        features = torch.cat([torch.zeros_like(fused[:, :1]), fused[:, :-1]], 1)
+        kept: list[tuple[Tensor, Tensor]] = []
+        logits = []
+        for depth, rows in enumerate(wanted):
+            here = (tables[0][depth : depth + length], tables[1][depth : depth + length])
+            left = self._through(shifted(embeddings, depth), features, here, kept)
+            logits.append(self.network.logits(left[rows], target_head))
+            features = self.network.next_feature(left)
+        return logits
+
+    def _through(
+        self, embeddings: Tensor, features: Tensor, tables: tuple[Tensor, Tensor], kept: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """What the layer leaves [num_texts, num_tokens, hidden_size]. What it keeps of the rows is added to `kept`."""
+        layer = self.network.layer
+        read = self.network.enter(embeddings, features)
+        queries = layer.self_attn.queries(read.rows, tables)
+        keys, values = layer.self_attn.keys_and_values(read.rows, tables)
+        shared_by = queries.shape[2] // keys.shape[2]
+        kept.append((keys.repeat_interleave(shared_by, 2), values.repeat_interleave(shared_by, 2)))
+        found = _attended(queries, kept)
+        return layer.leave(read.residual.flatten(0, 1), found.flatten(0, 1)).reshape(read.residual.shape)
+
+
+def _attended(queries: Tensor, kept: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """What rows find [num_texts, num_tokens, num_heads, head_dim] among the first rows of their text up to their own, and
+    among their own later rows.
+
+    Args:
+        queries: [num_texts, num_tokens, num_heads, head_dim]
+        kept: By depth, the keys and values of the rows, of this shape each.
+    """
+    (first, of_first), *later = kept
+    places = torch.arange(queries.shape[1], device=queries.device)
+    seen = (places <= places[:, None]) & (places > 0) | (places == places[:, None])  # row 0 sees itself, to be a number
+    of_text = torch.einsum("bihd,bjhd->bhij", queries, first).masked_fill(~seen, float("-inf"))
+    own = [(queries * keys).sum(-1).transpose(1, 2)[..., None] for keys, _ in later]
+    shares = (torch.cat([of_text, *own], -1) * queries.shape[-1] ** -0.5).softmax(-1)
+    found = torch.einsum("bhij,bjhd->bihd", shares[..., : len(places)], of_first)
+    for depth, (_, values) in enumerate(later):
+        found = found + shares[..., len(places) + depth].transpose(1, 2)[..., None] * values
+    return found

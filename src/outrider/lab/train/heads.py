@@ -1,0 +1,167 @@
+"""Heads on a frozen target learn which tokens come further ahead.
+
+Stern et al. 2018 (blockwise), Cai et al. 2024 (medusa), Elhoushi et al. 2024 (exit).
+
+Row i of the target has read token i, and its own output layer speaks of token i + 1. A head that drafts *ahead* tokens
+behind row i learns what the target itself says of token i + ahead, which it says at row i + ahead - 1. An exit head stands
+where the output layer stands and has ahead = 1. Head k of the others, from 0, drafts behind the token that the target is
+about to write, and has ahead = k + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from outrider.errors import InvalidParameterError
+from outrider.files import storing
+from outrider.heads.checkpoint import describe_target, save_heads, take_witness
+from outrider.heads.networks import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig, build_network
+from outrider.lab.train.batches import Batch
+from outrider.lab.train.depths import Depth, Said, depth_loss, depth_overlaps
+from outrider.lab.train.settings import HeadLearning, LossName, Overlaps, Trainee, TrainSettings, chain_tau
+from outrider.lab.train.target import Features, FrozenTarget
+from outrider.records import Manifest
+
+HeadMethod = Literal["medusa", "blockwise", "exit"]
+#: Exit heads read what this share of the layers leaves, unless somebody says which.
+_EXIT_SHARE = 4
+
+
+class HeadSettings(HeadLearning):
+    """Which heads, and what they learn.
+
+    Attributes:
+        method: Of what kind.
+        heads: Tokens ahead that medusa and blockwise guess.
+        blocks: Residual blocks in a head of medusa.
+        inner: Units of blockwise's hidden layer for each head; None takes the target's hidden size.
+        width: Of medusa's blocks and of exit's norm; None takes the target's hidden size.
+        output: "own" for an output layer in each head, "target" for the target's, frozen.
+        layer: They read what the first so many layers leave; None takes all, and a quarter of them for exit.
+        loss: How far their probabilities are from the target's.
+        decay: What the loss of a head counts, relative to the one before.
+    """
+
+    method: HeadMethod
+    heads: int = Field(4, ge=1, le=32, description="Use 1 to 32.")
+    blocks: int = Field(1, ge=1, le=8, description="Use 1 to 8.")
+    inner: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
+    width: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
+    output: Literal["own", "target"] = Field("own", description="Use own or target.")
+    layer: int | None = Field(None, ge=1, description="Use 1 to the number of the target's layers, or None.")
+    loss: LossName = Field("forward_kl", description="Use forward_kl, reverse_kl, jsd, total_variation or cross_entropy.")
+    decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
+
+    def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
+        return TrainedHeads(target, manifest, self, settings.teacher, settings.seed)
+
+    def config(self, target: FrozenTarget) -> HeadsConfig:
+        """What the checkpoint will say.
+
+        Raises:
+            InputError: The target has no such layer, or the settings contradict.
+        """
+        meant = describe_target(target.model, target.name)
+        width = self.width or target.hidden_size
+        if self.method == "exit":
+            layer = self.layer or max(1, target.num_layers // _EXIT_SHARE)
+            if layer == target.num_layers:
+                problem = f"the target has no more layers than {layer}, so every draft token would take a whole pass of it"
+                raise InvalidParameterError("layer", layer, problem, f"Use 1 to {target.num_layers - 1}.")
+            return ExitConfig(target=meant, layer=layer, normed=True, width=width, output=self.output)
+        layer = self.layer or target.num_layers
+        if self.method == "blockwise":
+            inner = self.inner or target.hidden_size
+            return BlockwiseConfig(target=meant, layer=layer, normed=True, heads=self.heads, inner=inner)
+        return MedusaConfig(
+            target=meant,
+            layer=layer,
+            normed=True,
+            heads=self.heads,
+            blocks=self.blocks,
+            width=width,
+            output=self.output,
+        )
+
+
+class TrainedHeads(Trainee):
+    """Heads in training.
+
+    Args:
+        target: The target.
+        manifest: Of the data.
+        settings: Which heads.
+        source: "forward" runs the target on every batch; "hidden_states" takes what the heads read, and what the final norm
+            leaves, from the data.
+        seed: Of weights that begin random.
+
+    Raises:
+        InputError: The settings do not fit the target, or the data do not hold what `source` says.
+    """
+
+    def __init__(self, target: FrozenTarget, manifest: Manifest, settings: HeadSettings, source: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        config = settings.config(target)
+        self._target = target
+        self._settings = settings
+        self._config = config
+        self._temperature = manifest.settings.temperature
+        self._features = Features(target, manifest, source, [config.layer])
+        self.rows = self._features.rows
+        network = build_network(config)
+        fits = getattr(config, "width", None) == target.hidden_size
+        network.begin(target.output_weight() if fits else None)
+        self.module = network.to(target.device).train()
+        first = 1 if settings.method == "exit" else 2
+        self._ahead = tuple(range(first, first + config.num_heads))
+        self.reach = self._ahead[-1]
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        depths, said = self._drafted(module, batch, batch.predicts)
+        return depth_loss(self._settings.loss, depths, said, self._settings.decay)
+
+    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
+        return depth_overlaps(*self._drafted(module, batch, batch.writes))
+
+    def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
+        if self._settings.method == "exit":  # drafts one token after the other, as a draft model does
+            return chain_tau([acceptance[0]] * num_draft_tokens)
+        return chain_tau(acceptance[:num_draft_tokens])
+
+    def save(self, folder: Path) -> None:
+        with storing(folder):
+            network: Any = self.module
+            save_heads(folder, network, take_witness(self._target.model, self._config))
+
+    def speculation(self, folder: Path) -> dict[str, Any]:
+        return {"method": self._settings.method, "model": str(folder)}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "kind": f"{self._settings.method} heads",
+            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "heads": self._config.num_heads,
+            "layer that they read behind": self._config.layer,
+            "loss": self._settings.loss,
+        }
+
+    def _drafted(self, module: nn.Module, batch: Batch, rows_of: Callable[[int], Tensor]) -> tuple[list[Depth], Said]:
+        """What each head says, and what the target says, where `rows_of` has rows that are so far behind."""
+        layer, first = self._config.layer, rows_of(self._ahead[0])
+        states, target = self._features.read(batch)
+        logits: Tensor = module(self._read(states[layer][first]).float(), self._target.head)
+        depths = []
+        for head, ahead in enumerate(self._ahead):
+            rows = rows_of(ahead)
+            depths.append(Depth(logits[head][rows[first]], rows, ahead))
+        return depths, Said(batch, target, self._temperature)
+
+    def _read(self, features: Tensor) -> Tensor:
+        """Hidden states behind the final norm, where the heads read those."""
+        return features if self._config.layer == self._target.num_layers else self._target.norm(features)

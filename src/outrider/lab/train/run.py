@@ -1,0 +1,413 @@
+"""A whole training, from a target and a folder of data to a folder that loads as a method."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from outrider.config import ActivationsName, DTypeName, default_model
+from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.files import write_text
+from outrider.lab.train import trainer as curves
+from outrider.lab.train.batches import TrainingData, load_data
+from outrider.lab.train.blocks import DflashSettings
+from outrider.lab.train.card import Outcome, write_card
+from outrider.lab.train.distill import DistilledDraft, DistillSettings, Shape, draft_to_begin_with
+from outrider.lab.train.eagle import Eagle1Settings, Eagle3Settings
+from outrider.lab.train.heads import HeadSettings
+from outrider.lab.train.mtp import MtpSettings
+from outrider.lab.train.settings import HeadLearning, Trainee, TrainSettings, chain_tau
+from outrider.lab.train.target import FrozenTarget, Teacher
+from outrider.lab.train.trainer import Judge, Trainer, Watcher, main_process_first, own_device
+from outrider.llm import LLM
+from outrider.model.memory import PassTimer
+from outrider.params import SamplingParams
+from outrider.propose.draft_model import DraftModel, DraftModelProposer
+from outrider.records import Manifest, read_manifest
+from outrider.results import RequestStats
+
+# --- A whole training: from a target and a folder of data to a folder that loads as a method.
+
+
+#: What a folder says of the training that it comes from.
+TRAINING = "training.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, from what, and where it goes.
+
+    Attributes:
+        data: A folder made by `collect`.
+        out: The folder of the result.
+        target: Folder or hub id; None for the embedded one.
+        dtype: Of the target's weights, in training and in the engine.
+        settings: How the training runs.
+        activations: What enters products with the target's rounded weights, in both, too.
+    """
+
+    data: Path
+    out: Path
+    target: str | None = None
+    dtype: DTypeName = "auto"
+    settings: TrainSettings = field(default_factory=TrainSettings)
+    activations: ActivationsName | None = None
+
+
+def train_draft(
+    job: Job,
+    learning: DistillSettings,
+    *,
+    shape: Shape | None = None,
+    prune: Sequence[int] | None = None,
+    init: str | None = None,
+    watcher: Watcher | None = None,
+) -> Outcome:
+    """Distil the target into a draft model.
+
+    Args:
+        job: From what, and where to.
+        learning: What is learnt.
+        shape: Begins from scratch, in this shape.
+        prune: Begins with these layers of the target.
+        init: Begins with this model.
+        watcher: Told of the course.
+
+    Raises:
+        InputError: The data, the folder or a setting cannot be used.
+        ModelError: A model cannot be used.
+        StorageError: A file cannot be written. The same call goes on from the last checkpoint.
+        TrainingError: The loss became NaN or infinite.
+    """
+    learning.check(job.settings.teacher)
+
+    def make(target: FrozenTarget, manifest: Manifest) -> Trainee:
+        model = draft_to_begin_with(target, shape=shape, prune=prune, init=init, seed=job.settings.seed)
+        teacher = Teacher(target, manifest, job.settings.teacher)
+        return DistilledDraft(model, target.tokenizer, target, teacher, learning, manifest.settings.temperature)
+
+    return _train(job, _asked(learning, shape, prune, init), make, watcher)
+
+
+def finished_draft(job: Job, learning: DistillSettings, shape: Shape) -> dict[str, Any] | None:
+    """The figures of such a training that has ended; None where it has not, or has not begun.
+
+    Raises:
+        ContradictionError: The folder holds a training with other settings.
+        InputError: The data or the folder cannot be used.
+    """
+    if not (job.out / TRAINING).exists():
+        return None
+    found = _read(job.out / TRAINING)
+    _check_same(job.out, found, _plan(job, _asked(learning, shape), read_manifest(job.data)))
+    figures: dict[str, Any] | None = found.get("result")
+    return figures
+
+
+def _asked(
+    learning: DistillSettings, shape: Shape | None, prune: Sequence[int] | None = None, init: str | None = None
+) -> dict[str, Any]:
+    beginning = {
+        "shape": None if shape is None else str(shape),
+        "prune": None if prune is None else list(prune),
+        "init": init,
+    }
+    return {"method": "distill", **learning.model_dump(), **beginning}
+
+
+def _plan(job: Job, asked: dict[str, Any], manifest: Manifest) -> dict[str, Any]:
+    target = job.target if job.target is None or not Path(job.target).exists() else str(Path(job.target).resolve())
+    return {
+        "asked": asked,
+        "target": {"target": target, "dtype": job.dtype, "activations": job.activations},
+        "settings": job.settings.model_dump(mode="json"),
+        "data": manifest.model_dump(mode="json"),
+    }
+
+
+def train_heads(job: Job, heads: HeadLearning, *, watcher: Watcher | None = None) -> Outcome:
+    """Train heads on the frozen target.
+
+    Args:
+        job: From what, and where to.
+        heads: Which heads.
+        watcher: Told of the course.
+
+    Raises:
+        InputError, ModelError, StorageError, TrainingError: As train_draft does.
+    """
+
+    def make(target: FrozenTarget, manifest: Manifest) -> Trainee:
+        return heads.trainee(target, manifest, job.data, job.settings)
+
+    return _train(job, heads.model_dump(mode="json"), make, watcher)
+
+
+def _train(
+    job: Job, asked: dict[str, Any], make: Callable[[FrozenTarget, Manifest], Trainee], watcher: Watcher | None
+) -> Outcome:
+    manifest = read_manifest(job.data)
+    target = FrozenTarget(job.target, job.dtype, own_device(), job.activations)
+    target.check_fits(manifest, job.data)
+    trainee = make(target, manifest)
+    _check_length(job.settings.length, trainee)
+    data = load_data(job.data, length=job.settings.length, rows=trainee.rows)
+    plan = _plan(job, asked, manifest)
+    with main_process_first():
+        _open(job.out, plan)
+    verdict = _Engine(job, target, trainee, data) if job.settings.engine_prompts else None
+    trainer = Trainer(trainee, data, job.settings, job.out, target.vocab_size, verdict=verdict, watcher=watcher)
+    try:
+        progress = trainer.run()
+        outcome = Outcome(target.name, trainee.facts(), manifest, job.settings, progress, None)
+        if trainer.is_main:
+            outcome = _finish(job, plan, trainee, outcome, verdict)
+    finally:
+        if verdict is not None:
+            verdict.close()
+    return outcome
+
+
+def _check_length(length: int, trainee: Trainee) -> None:
+    if length <= trainee.reach:
+        problem = f"the last draft token is {trainee.reach} tokens ahead of what it is made from"
+        raise InvalidParameterError("length", length, problem, f"Use {trainee.reach + 1} or more; some hundred are usual.")
+
+
+def _finish(job: Job, plan: dict[str, Any], trainee: Trainee, outcome: Outcome, verdict: _Engine | None) -> Outcome:
+    """Write the result; what says that it is one comes last."""
+    trainee.save(job.out)
+    if verdict is not None:
+        outcome = outcome.judged(verdict(job.out))
+    curves.draw(job.out, outcome.progress.measurements, f"{outcome.facts['kind']} for {outcome.target_title}")
+    write_card(job.out, outcome, trainee.speculation(job.out))
+    write_text(job.out / TRAINING, json.dumps({**plan, "result": outcome.figures()}, indent=1) + "\n")
+    shutil.rmtree(job.out / "checkpoints")
+    return outcome
+
+
+def _open(out: Path, plan: dict[str, Any]) -> None:
+    """Begin in an empty folder, or go on where the same training was broken off.
+
+    Raises:
+        InvalidParameterError: The folder holds something else.
+        ContradictionError: It holds a training with other settings.
+        StorageError: It cannot be written.
+    """
+    file = out / TRAINING
+    if not file.exists():
+        if out.exists() and not out.is_dir():
+            raise InvalidParameterError("out", str(out), "it is a file", "Give a folder, which may be a new one.")
+        if out.exists() and any(out.iterdir()):
+            problem = "the folder holds files, and no training that could go on"
+            raise InvalidParameterError("out", str(out), problem, "Use a new folder.")
+        write_text(file, json.dumps(plan, indent=1) + "\n")
+        return
+    found = _read(file)
+    if "result" in found:
+        raise InvalidParameterError("out", str(out), "the training in this folder has ended", "Use a new folder.")
+    _check_same(out, found, plan)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InvalidParameterError("out", str(file), f"it cannot be read ({error})", "Use a new folder.") from None
+    if not isinstance(found, dict) or not all(isinstance(part, dict) for part in found.values()):
+        raise InvalidParameterError("out", str(file), "it describes no training", "Use a new folder.")
+    return found
+
+
+def _check_same(out: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
+    for part, values in plan.items():
+        for name, value in values.items():
+            before = found.get(part, {}).get(name)
+            if before != json.loads(json.dumps(value)):
+                problem = f"the training in {out} was begun with {before!r}"
+                raise ContradictionError(name, value, problem, "Use the same settings, or a new folder.")
+
+
+class _Engine:
+    """The engine beside the training, loaded when it is first asked."""
+
+    def __init__(self, job: Job, target: FrozenTarget, trainee: Trainee, data: TrainingData) -> None:
+        self._job = job
+        self._target = target
+        self._trainee = trainee
+        self._data = data
+        self._judge: Judge | None = None
+
+    def __call__(self, folder: Path) -> RequestStats:
+        if self._judge is None:
+            self._judge = self._load()
+        return self._judge.judge(self._trainee.speculation(folder))
+
+    def close(self) -> None:
+        if self._judge is not None:
+            self._judge.close()
+
+    def _load(self) -> Judge:
+        settings, texts = self._job.settings, self._data.manifest.settings
+        params = SamplingParams(
+            max_tokens=settings.engine_tokens,
+            temperature=texts.temperature,
+            top_k=texts.top_k,
+            top_p=texts.top_p,
+            ignore_eos=True,
+        )
+        return Judge(
+            self._target.name,
+            self._job.dtype,
+            self._job.activations,
+            self._data.held_out,
+            settings.engine_prompts,
+            params,
+            settings.num_draft_tokens,
+        )
+
+
+# --- The heads that can be trained, by the name of their method.
+
+
+_LEARNING: dict[str, Any] = {
+    "medusa": HeadSettings,
+    "blockwise": HeadSettings,
+    "exit": HeadSettings,
+    "eagle1": Eagle1Settings,
+    "eagle3": Eagle3Settings,
+    "dflash": DflashSettings,
+    "mtp": MtpSettings,
+}
+
+
+def head_learning(method: str, asked: dict[str, Any]) -> HeadLearning:
+    """Which heads are trained, and what they learn.
+
+    Args:
+        method: Of the heads.
+        asked: Its other settings.
+
+    Raises:
+        InputError: A setting cannot be.
+    """
+    found: HeadLearning = _LEARNING[method](method=method, **asked)
+    return found
+
+
+# --- Compares sizes of draft models: trains several for a while, and weighs acceptance against time.
+
+
+#: Tokens before the rows of a pass that is timed, and rounds of such passes; the first one does not count.
+_CONTEXT, _ROUNDS = 128, 15
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a size of draft is worth on this machine.
+
+    Attributes:
+        shape: Of the draft.
+        parameters: Its parameters.
+        acceptance: The chance that the token rule accepts, on held-out texts, after the short training.
+        draft_seconds: Of a pass of the draft with one row.
+        target_seconds: Of a pass of the target, by its rows.
+        num_draft_tokens: The length that pays most.
+        tau: Tokens of a target pass with drafts of this length.
+        speedup: Over plain decoding: tau T(1) / (k t + T(k + 1)), with T of the target, t of the draft, and length k. The
+            time between passes is not in it.
+    """
+
+    shape: Shape
+    parameters: int
+    acceptance: float
+    draft_seconds: float
+    target_seconds: dict[int, float]
+    num_draft_tokens: int
+    tau: float
+    speedup: float
+
+
+def compare_sizes(
+    job: Job,
+    learning: DistillSettings,
+    shapes: Sequence[Shape],
+    *,
+    timed_target: str | None = None,
+    watch: Callable[[Shape], Watcher | None] = lambda shape: None,
+) -> list[Size]:
+    """Train a draft of each shape with the same settings, and say what each is worth; the best one first.
+
+    Called again after it was broken off, it goes on: trainings that have ended are not run again.
+
+    Args:
+        job: How each is trained. The drafts are written to folders of `out`, named after their shapes.
+        learning: What they learn.
+        shapes: The shapes.
+        timed_target: The target whose passes are timed, where it is another of the same tokens; None times the target.
+        watch: Who is told of the course of each training.
+
+    Raises:
+        OutriderError: As train_draft does.
+    """
+    quiet = job.settings.replace(engine_prompts=0)
+    found = {}
+    for shape in shapes:
+        own = replace(job, out=_folder(job.out, shape), settings=quiet)
+        figures = finished_draft(own, learning, shape)
+        if figures is None:
+            figures = train_draft(own, learning, shape=shape, watcher=watch(shape)).figures()
+        found[shape] = (int(figures["parameters"]), float(figures["acceptance"][0]))
+    target, drafts = _seconds(job, [_folder(job.out, shape) for shape in shapes], timed_target)
+    sizes = [
+        worth(shape, *found[shape], draft_seconds=seconds, target_seconds=target)
+        for shape, seconds in zip(shapes, drafts, strict=True)
+    ]
+    return sorted(sizes, key=lambda size: -size.speedup)
+
+
+def worth(
+    shape: Shape, parameters: int, acceptance: float, *, draft_seconds: float, target_seconds: dict[int, float]
+) -> Size:
+    """What a draft is worth with the length that pays most, of those that the target was timed for."""
+
+    def speedup(length: int) -> float:
+        seconds = length * draft_seconds + target_seconds[length + 1]
+        return chain_tau([acceptance] * length) * target_seconds[1] / seconds
+
+    best = max((rows - 1 for rows in target_seconds if rows > 1), key=speedup)
+    tau = chain_tau([acceptance] * best)
+    return Size(shape, parameters, acceptance, draft_seconds, target_seconds, best, tau, speedup(best))
+
+
+def _folder(out: Path, shape: Shape) -> Path:
+    return out / str(shape).replace(":", "-")
+
+
+def _seconds(job: Job, folders: Sequence[Path], timed_target: str | None) -> tuple[dict[int, float], list[float]]:
+    """Median times of passes: of the target by rows, and of each draft. Rounds are interleaved, so that slow moments hit
+    all of them."""
+    longest = job.settings.num_draft_tokens
+    name = timed_target or job.target or default_model("target")
+    with LLM(name, speculation="none", dtype=job.dtype, activations=job.activations) as llm:
+        runners = [llm.engine.runner]
+        for folder in folders:
+            proposer = llm.proposers.get(DraftModel(model=str(folder)))
+            assert isinstance(proposer, DraftModelProposer)
+            runners.append(proposer.runner)
+        timers = [PassTimer(runner, _CONTEXT + longest + 1) for runner in runners]
+        places = [(0, rows) for rows in range(1, longest + 2)] + [(place, 1) for place in range(1, len(timers))]
+        times: dict[tuple[int, int], list[float]] = {place: [] for place in places}
+        for turn in range(_ROUNDS + 1):
+            for who, rows in places:
+                timers[who].compute(_CONTEXT)
+                seconds = timers[who].seconds(_CONTEXT, rows, logits=True)
+                if turn:
+                    times[who, rows].append(seconds)
+    target = {rows: median(times[0, rows]) for rows in range(1, longest + 2)}
+    return target, [median(times[place, 1]) for place in range(1, len(folders) + 1)]

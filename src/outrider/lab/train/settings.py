@@ -1,0 +1,267 @@
+"""Settings of a training, the interface of what is trained, and the losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from outrider.config import Frozen
+from outrider.lab.train.batches import Batch
+from outrider.lab.train.target import FrozenTarget
+from outrider.records import Manifest
+
+# --- Settings of a training; the same for every method.
+
+
+TeacherSource = Literal["forward", "hidden_states", "top_k"]
+Precision = Literal["bf16", "fp32"]
+#: What PyTorch calls products of bf16 in the processors that have them.
+_BF16_PRODUCTS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+
+
+def fast_precision() -> Precision:
+    """The precision in which this machine multiplies fastest: bf16 where the device has such products, else fp32."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    found: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # an older PyTorch does not tell
+    return "bf16" if any(found.get(name) for name in _BF16_PRODUCTS) else "fp32"
+
+
+class TrainSettings(Frozen):
+    """How a training runs.
+
+    Attributes:
+        steps: Steps of the optimiser.
+        batch_size: Texts in a batch, on each device.
+        accumulation: Batches in a step.
+        length: Longest text in tokens; longer ones are cut.
+        lr: Highest learning rate.
+        warmup: Share of the steps in which the rate rises to it.
+        decay: Share of the steps, the last ones, in which the rate falls to 2% of it.
+        weight_decay: Of matrices.
+        clip: Longest gradient.
+        seed: Of the order of texts and of whatever is drawn.
+        precision: What products are computed in; weights and their sums of gradients are float32. Unless it is given, the
+            processor decides.
+        evaluate_every: Steps between measurements on held-out texts.
+        held_out_texts: Most pieces of held-out texts that a measurement reads.
+        patience: Measurements without a gain after which the training ends; 0 always runs to the end.
+        save_every: Most steps between checkpoints. Each measurement is followed by one too.
+        engine_every: Steps between runs of the real engine with what is trained; 0 runs it before and after alone.
+        engine_prompts: Held-out prompts that such a run writes; 0 never runs it.
+        engine_tokens: Tokens that it writes behind each.
+        num_draft_tokens: Draft tokens in a step that tau is measured and estimated for.
+        teacher: Where the target's probabilities come from.
+    """
+
+    steps: int = Field(1000, ge=1, description="Use 1 or more.")
+    batch_size: int = Field(16, ge=1, description="Use 1 or more.")
+    accumulation: int = Field(1, ge=1, description="Use 1 or more.")
+    length: int = Field(512, ge=2, description="Use 2 or more.")
+    lr: float = Field(2e-3, gt=0.0, allow_inf_nan=False, description="Use a number above 0.")
+    warmup: float = Field(0.05, ge=0.0, le=1.0, description="Use a share of the steps, 0 to 1.")
+    decay: float = Field(0.5, ge=0.0, le=1.0, description="Use a share of the steps, 0 to 1.")
+    weight_decay: float = Field(0.05, ge=0.0, description="Use 0 or more.")
+    clip: float = Field(1.0, gt=0.0, description="Use a number above 0.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Use 0 to 2**31 - 1.")
+    precision: Precision = Field(default_factory=fast_precision, description="Use bf16 or fp32.")
+    evaluate_every: int = Field(100, ge=1, description="Use 1 or more.")
+    held_out_texts: int = Field(64, ge=1, description="Use 1 or more.")
+    patience: int = Field(0, ge=0, description="Use 0 or more.")
+    save_every: int = Field(100, ge=1, description="Use 1 or more.")
+    engine_every: int = Field(0, ge=0, description="Use 0 or more.")
+    engine_prompts: int = Field(16, ge=0, description="Use 0 or more.")
+    engine_tokens: int = Field(64, ge=1, description="Use 1 or more.")
+    num_draft_tokens: int = Field(5, ge=1, le=32, description="Use 1 to 32.")
+    teacher: TeacherSource = Field("forward", description="Use forward, hidden_states or top_k.")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, from 0: up, level, and down in a straight line."""
+        rising = (step + 1) / max(1.0, self.warmup * self.steps)
+        left = (self.steps - step) / max(1.0, self.decay * self.steps)
+        return self.lr * min(1.0, rising, max(0.02, left))
+
+
+# --- The interface of what is trained: a draft model, or heads.
+
+
+class Overlaps(NamedTuple):
+    """How often draft tokens would be accepted, by how far ahead they are.
+
+    Attributes:
+        sums: [depth] of the chances of all rows.
+        counts: [depth] rows.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+
+class Trainee:
+    """Something that learns to draft; a subclass for each kind.
+
+    Attributes:
+        module: What is optimised.
+        rows: Names of what the data must hold of the target's passes.
+        reach: Tokens by which the last draft token is ahead of the row that it is made from.
+        draft_vocab_size: Tokens that it drafts, where these are not all of the target's.
+    """
+
+    module: nn.Module
+    rows: tuple[str, ...] = ()
+    reach: int = 1
+    draft_vocab_size: int | None = None
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss of a batch; `module` is the one to call, wrapped for several devices where there are some."""
+        raise NotImplementedError
+
+    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
+        """How often its draft tokens would be accepted in these texts, where the target wrote them."""
+        raise NotImplementedError
+
+    def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
+        """Tokens that a pass of the target is expected to yield, from the acceptance by depth."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Write it as a folder that loads as a method. Raises StorageError."""
+        raise NotImplementedError
+
+    def speculation(self, folder: Path) -> dict[str, Any]:
+        """The settings that draft with what `save` wrote there."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """What the model card says of it, by name."""
+        raise NotImplementedError
+
+
+class HeadLearning(Frozen):
+    """Which heads are trained on a frozen target, and what they learn; a subclass for each kind."""
+
+    def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
+        """What learns.
+
+        Args:
+            target: The target.
+            manifest: Of the data.
+            data: Their folder.
+            settings: How the training runs.
+
+        Raises:
+            InputError: The settings do not fit the target, or the data do not hold what the teacher needs.
+        """
+        raise NotImplementedError
+
+
+def chain_tau(acceptance: Sequence[float]) -> float:
+    """1 + a1 + a1 a2 + ...: tokens of a pass, where draft token i stands with chance a_i if those before it do."""
+    total, stands = 1.0, 1.0
+    for chance in acceptance:
+        stands *= chance
+        total += stands
+    return total
+
+
+# --- Losses between a draft's and a target's probabilities, as DistillSpec (Zhou et al. 2023) uses them.
+#
+# All take raw logits and divide them by the temperature that the texts are written at, since acceptance is decided
+# between the probabilities of that temperature. With greedy decoding only the most likely token counts; the loss then
+# compares the probabilities of temperature 1, whose order is the same.
+
+
+LossName = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "cross_entropy"]
+LOSSES: tuple[str, ...] = get_args(LossName)
+#: Those that are infinite where the target's probability is known to be 0, as outside its most likely tokens.
+NEEDS_ALL_TOKENS = ("reverse_kl",)
+
+
+def divergence(
+    name: str, target: Tensor, draft: Tensor, token_ids: Tensor, temperature: float, tokens: Tensor | None = None
+) -> Tensor:
+    """The loss of each row.
+
+    A draft that knows some of the tokens only is compared with the target's probabilities of these, which are made to add
+    up to 1. "total_variation" takes them as they are, since what the draft cannot write is lost to it.
+
+    Args:
+        name: One of LOSSES.
+        target: [num_rows, vocab_size] logits of the target; minus infinity is a probability of 0.
+        draft: [num_rows, draft_vocab_size] logits of what is trained.
+        token_ids: [num_rows] the token that stands there; only "cross_entropy" looks at it, and counts 0 where the draft
+            does not know it.
+        temperature: Of decoding; 0 is greedy.
+        tokens: [draft_vocab_size] the target's token for each of the draft's, in ascending order; None where they are the
+            same.
+
+    Returns:
+        [num_rows], not negative; in nats, but for "total_variation", which is between 0 and 1.
+    """
+    scale = temperature or 1.0
+    log_q = F.log_softmax(draft.float() / scale, -1)
+    if name == "cross_entropy":
+        return _cross_entropy(log_q, token_ids, tokens)
+    if name == "total_variation":
+        p, q = _law(target, scale, tokens), log_q.exp()
+        return 0.5 * ((p - q).abs().sum(-1) + _lost(p, tokens))
+    log_p = F.log_softmax((target if tokens is None else target[:, tokens]).float() / scale, -1)
+    if name == "forward_kl":
+        return _kl(log_p, log_q)
+    if name == "reverse_kl":
+        return _kl(log_q, log_p)
+    assert name == "jsd", name
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2.0)
+    return 0.5 * (_kl(log_p, log_m) + _kl(log_q, log_m))
+
+
+def overlap(target: Tensor, draft: Tensor, temperature: float, tokens: Tensor | None = None) -> Tensor:
+    """The chance that the token rule accepts a token drawn from the draft: sum of min(p, q) (Leviathan et al. 2023).
+
+    Args:
+        target: [num_rows, vocab_size] logits.
+        draft: [num_rows, draft_vocab_size] logits.
+        temperature: Of decoding; with 0 it is 1 where both have the same most likely token, and 0 elsewhere.
+        tokens: As in `divergence`.
+
+    Returns:
+        [num_rows]
+    """
+    if temperature == 0.0:
+        likeliest = draft.argmax(-1)
+        return (target.argmax(-1) == (likeliest if tokens is None else tokens[likeliest])).float()
+    return torch.minimum(_law(target, temperature, tokens), F.softmax(draft.float() / temperature, -1)).sum(-1)
+
+
+def _law(target: Tensor, temperature: float, tokens: Tensor | None) -> Tensor:
+    """The target's probabilities of the tokens that the draft knows."""
+    law = F.softmax(target.float() / temperature, -1)
+    return law if tokens is None else law[:, tokens]
+
+
+def _lost(p: Tensor, tokens: Tensor | None) -> Tensor | float:
+    """What the target gives to tokens that the draft does not know."""
+    return 0.0 if tokens is None else 1.0 - p.sum(-1)
+
+
+def _cross_entropy(log_q: Tensor, token_ids: Tensor, tokens: Tensor | None) -> Tensor:
+    if tokens is None:
+        return -log_q.gather(-1, token_ids[:, None])[:, 0]
+    columns = torch.searchsorted(tokens, token_ids).clamp(max=len(tokens) - 1)
+    known = tokens[columns] == token_ids
+    return torch.where(known, -log_q.gather(-1, columns[:, None])[:, 0], 0.0)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) of each row; a token that p never writes counts nothing."""
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)

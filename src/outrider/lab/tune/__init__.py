@@ -1,0 +1,1 @@
+"""Finds the settings that decode given traffic fastest."""

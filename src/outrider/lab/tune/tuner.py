@@ -1,0 +1,292 @@
+"""A whole tuning: replay the traffic, predict candidates from what was written, recommend one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+
+from outrider.errors import OutriderError
+from outrider.govern.costs import CostModel, CostTable
+from outrider.lab.doctor.measure import pass_seconds
+from outrider.lab.measure import machine
+from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
+from outrider.lab.measure.figures import Progress
+from outrider.lab.measure.machine import LoadWatch
+from outrider.lab.measure.writing import EncodedTask, Run, believed_rounds, believed_speedup, interleave, ours
+from outrider.lab.tune.results import Recommendation, Row, TuningResults, best, nothing_known, recommend
+from outrider.lab.tune.shadow import Shadow, ShadowScorer
+from outrider.lab.tune.traffic import Traffic
+from outrider.llm import LLM
+from outrider.model.runner import ModelRunner
+from outrider.propose.base import Proposer
+from outrider.propose.compositions import Composition
+from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.settings import SpeculationConfig
+
+# --- A whole tuning: replay the traffic, predict from what was written, recommend.
+
+
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class TuningPlan:
+    """How to tune.
+
+    Attributes:
+        concurrency: Texts at a time.
+        temperature: With which texts are written, or were; 0 is greedy.
+        num_texts: Most texts that are used.
+        generate: Whether to replay and measure; otherwise recorded answers are scored alone.
+    """
+
+    concurrency: int
+    temperature: float
+    num_texts: int
+    generate: bool
+
+
+class Tuner:
+    """Tunes a target for its traffic.
+
+    Args:
+        llm: The target, loaded without a method. Nobody else uses it.
+        ways: To try, plain decoding first.
+        traffic: The user's texts.
+        plan: How to tune.
+        progress: Shows how far it is.
+    """
+
+    def __init__(
+        self, llm: LLM, ways: Sequence[DecodingConfig], traffic: Traffic, plan: TuningPlan, progress: Progress | None = None
+    ) -> None:
+        self._llm = llm
+        self._traffic = traffic
+        self._plan = plan
+        self._progress = progress or Progress()
+        self._remarks: list[str] = []
+        self._doubts: list[str] = []
+        self._rounds = traffic.rounds(plan.concurrency, plan.num_texts)
+        self._ways = [way for way in ways if self._usable(way)]
+
+    def run(self) -> TuningResults:
+        """Measure or predict every way.
+
+        Raises:
+            OutriderError: A text could not be written.
+        """
+        watch = LoadWatch()
+        runs = self._replay(self._ways, self._rounds) if self._plan.generate else {}
+        texts = self._written(runs) if runs else [text for texts in self._rounds for text in texts]
+        predictions = self._predict(texts)
+        rows = [self._row(way, predictions.get(way.name), runs) for way in self._ways]
+        recommendation = self._recommend(rows)
+        self._remarks.append(f"load meanwhile: {watch.load()}")
+        loaded = self._llm.engine.runner.loaded
+        return TuningResults(
+            model=loaded.name,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            machine=machine.describe(loaded.device),
+            traffic=self._traffic.source,
+            num_texts=len({text.name for text in texts}),
+            bad_lines=list(self._traffic.bad),
+            concurrency=self._plan.concurrency,
+            temperature=self._plan.temperature,
+            rows=rows,
+            recommendation=recommendation,
+            remarks=self._remarks,
+        )
+
+    # -- ways ----------------------------------------------------------------------------------------------------------
+
+    def _usable(self, way: DecodingConfig) -> bool:
+        """Whether its proposer can be had. One that cannot is left out, and a remark says why."""
+        try:
+            self._proposer(way.config)
+        except OutriderError as error:
+            self._remarks.append(f"{way.name} was left out: {error}")
+            return False
+        return True
+
+    def _proposer(self, config: SpeculationConfig) -> Proposer | None:
+        self._llm.engine.load_method(config)
+        if config.engine_chooses:
+            return None
+        proposers = self._llm.proposers.prepare(config)
+        return proposers[0] if len(proposers) == 1 else None
+
+    # -- measuring -----------------------------------------------------------------------------------------------------
+
+    def _replay(self, ways: Sequence[DecodingConfig], rounds: Sequence[Sequence[EncodedTask]]) -> dict[str, list[Run]]:
+        """Every way writes all rounds, in turn, after a few tokens to warm up."""
+        contestants = [ours(self._llm, way, self._plan.temperature) for way in ways]
+        self._progress.expect("replaying", len(ways) * (1 + len(rounds)))
+        short = [[text.shortened(_WARM_UP_TOKENS) for text in rounds[0]]]
+        interleave(short, contestants, lambda _: self._progress.advance())
+        return interleave(rounds, contestants, lambda _: self._progress.advance())
+
+    def _written(self, runs: dict[str, list[Run]]) -> list[EncodedTask]:
+        """The texts with what plain decoding wrote behind them."""
+        plain = runs[self._ways[0].name]
+        pairs = [
+            (text, ids)
+            for texts, run in zip(self._rounds, plain, strict=True)
+            for text, ids in zip(texts, run.token_ids, strict=True)
+        ]
+        return [replace(text, answer_ids=ids) for text, ids in pairs]
+
+    # -- predicting ----------------------------------------------------------------------------------------------------
+
+    def _predict(self, texts: Sequence[EncodedTask]) -> dict[str, Prediction]:
+        """Of each way that text alone tells something of."""
+        self._progress.expect("predicting", len(self._ways) + 1)
+        context = int(fmean(len(text.prompt_ids) + text.max_tokens / 2 for text in texts))
+        scorer = ShadowScorer(self._llm.engine, texts, self._plan.temperature)
+        table = self._costs(context)
+        self._progress.advance()
+        found = {}
+        for way in self._ways:
+            proposer = self._proposer(way.config)
+            several = way.config.engine_chooses or isinstance(way.config.method, Composition)
+            shadow = None if several else scorer.score(way.config, proposer)
+            if shadow is not None:
+                found[way.name] = predict(shadow, way.name, table, self._plan.concurrency, context)
+            self._progress.advance()
+        return found
+
+    def _costs(self, context: int) -> CostTable:
+        """What passes of the target and of draft models cost behind such a context, by the names of ways."""
+        timed: dict[int, dict[int, float]] = {}
+        drafts = {}
+        for way in self._ways:
+            proposer = self._proposer(way.config)
+            if isinstance(proposer, DraftModelProposer):
+                if id(proposer) not in timed:
+                    timed[id(proposer)] = self._passes(proposer.runner, context)
+                drafts[way.name] = timed[id(proposer)]
+        return CostTable(self._passes(self._llm.engine.runner, context), 0.0, drafts)
+
+    def _passes(self, runner: ModelRunner, context: int) -> dict[int, float]:
+        """The times of passes. Where they cannot be believed, this is noted."""
+        found = pass_seconds(runner, context)
+        if found.doubt is not None:
+            self._doubts.append(f"predictions were disturbed: {found.doubt}.")
+            self._remarks.append(self._doubts[-1])
+        return found.seconds
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def _row(self, way: DecodingConfig, prediction: Prediction | None, runs: dict[str, list[Run]]) -> Row:
+        row = Row(name=way.name, speculation=way.config.as_mapping())
+        if prediction is not None:
+            row.predicted_tokens = prediction.tokens
+            row.predicted = None if self._doubts else prediction.speedup
+        if way.name in runs:
+            own = runs[way.name]
+            row.measured = believed_speedup(own, runs[self._ways[0].name])
+            row.disturbed = not believed_rounds(own, runs[self._ways[0].name])
+            speeds = [run.tokens_per_second for run in own if run.tokens_per_second is not None]
+            row.tokens_per_second = median(speeds) if speeds else None
+            gained = [run.tokens_per_pass for run in own if run.tokens_per_pass is not None]
+            row.measured_tokens = fmean(gained) if gained else None
+        return row
+
+    def _recommend(self, rows: list[Row]) -> Recommendation:
+        winner = best(rows)
+        if not self._plan.generate:
+            return nothing_known(self._doubts[0]) if self._doubts else recommend(winner, None, self._plan.concurrency)
+        disturbed = [row.name for row in rows if row.disturbed]
+        if disturbed:
+            return nothing_known(_impossible(disturbed))
+        again = None
+        if not winner.plain:
+            pair = [self._ways[0], next(way for way in self._ways if way.name == winner.name)]
+            runs = self._replay(pair, self._rounds)
+            again = believed_speedup(runs[winner.name], runs[pair[0].name])
+            if not believed_rounds(runs[winner.name], runs[pair[0].name]):
+                return nothing_known(_impossible([winner.name]))
+        return recommend(winner, again, self._plan.concurrency)
+
+
+def _impossible(names: Sequence[str]) -> str:
+    said = "more than its tokens a pass" if len(names) == 1 else "more than their tokens a pass"
+    return f"{', '.join(names)} gained {said}, which cannot be: other work disturbed the measurement."
+
+
+# --- Candidate settings of a tuning: methods, lengths and trees.
+
+
+#: Ways that are tried unless others are asked for. Those with a draft model need one.
+USUAL = (
+    "draft_model:2",
+    "draft_model:3",
+    "draft_model:4",
+    "draft_model:6",
+    "draft_model:8",
+    "draft_model:best_first:8",
+    "ngram:5",
+    "suffix:8",
+    "suffix:16",
+    "suffix-tree:16",
+    "token_recycling:10",
+    "auto",
+)
+
+
+def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[DecodingConfig]:
+    """The ways to try, plain decoding first.
+
+    Args:
+        llm: The target.
+        names: As in the benchmark; empty takes the usual ones. "auto" chooses from the draft model and from `suffix`.
+        draft_model: For the ways that need one and name none; None where there is none.
+
+    Raises:
+        InvalidParameterError: A way is unknown, or needs a draft model.
+    """
+    chosen = names or [name for name in USUAL if draft_model is not None or not name.startswith("draft_model")]
+    return [_resolved(llm, way) for way in parse_ways(chosen, draft_model)]
+
+
+def _resolved(llm: LLM, way: DecodingConfig) -> DecodingConfig:
+    return replace(way, config=llm.resolve(way.config))
+
+
+# --- Predicts speedups from shadow acceptance and the times of passes.
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What drafts are expected to be worth.
+
+    Attributes:
+        tokens: Tokens that a text gains in a step.
+        rows: Rows of a text in a step.
+        speedup: Over plain decoding.
+    """
+
+    tokens: float
+    rows: float
+    speedup: float
+
+
+def predict(shadow: Shadow, name: str, table: CostTable, batch: int, context: int) -> Prediction:
+    """The speedup that follows from what drafts would have been worth, by the governor's own model of costs.
+
+    Args:
+        shadow: What the drafts would have been worth.
+        name: Of its draft model in the table; not used for a lookup.
+        table: What passes cost.
+        batch: Texts at a time.
+        context: Mean tokens of a text.
+    """
+    costs = CostModel(table)
+    plain = costs.step_seconds(batch, batch * context)
+    step = costs.step_seconds(batch * shadow.rows_per_pass, batch * context)
+    if shadow.propose_seconds is None:
+        levels = shadow.levels / max(shadow.passes, 1e-9)
+        step += levels * costs.draft_seconds(name, batch, 1)
+    else:
+        step += batch * shadow.propose_seconds / max(shadow.passes, 1e-9)
+    return Prediction(shadow.tokens_per_pass, shadow.rows_per_pass, shadow.tokens_per_pass * plain / step)

@@ -1,0 +1,240 @@
+"""The tensors of a GGUF file, which a model of transformers gets one after another and keeps in their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.kernels.formats import StoredWeight
+from outrider.kernels.weights import ExpertStack, keep_quantised
+from outrider.loading import hf_modules
+from outrider.loading.exclusive import check_wanted
+from outrider.loading.gguf.architecture import FREQUENCY_FACTORS, architecture_of, row_order
+from outrider.loading.gguf.header import (
+    AGAIN,
+    ORIGINAL,
+    GgufFile,
+    GgufTensor,
+    Reading,
+    is_packed,
+    stock_name,
+    stored_tensor,
+)
+from outrider.loading.quantised_checkpoint import joined_parts, num_parts, part_shape
+
+
+class GgufCheckpoint:
+    """The tensors of a file by transformers' names.
+
+    Args:
+        file: The file.
+        config: transformers' configuration of it.
+
+    Raises:
+        UnsupportedModelError: It has a tensor that is not known of its architecture.
+    """
+
+    def __init__(self, file: GgufFile, config: Any) -> None:
+        self._file, self._config = file, config
+        self._known = architecture_of(file)
+        self._tensors: dict[str, GgufTensor] = {}
+        for name, tensor in file.tensors.items():
+            stock = stock_name(self._known.layer, name)
+            if stock is not None:
+                self._tensors[stock] = tensor
+            elif name not in self._known.factors:
+                problem = f"it has a tensor {name}, which is not known of its architecture"
+                raise UnsupportedModelError(file.path, problem, ORIGINAL)
+
+    def check(self, empty: nn.Module) -> None:
+        """Refuse a file whose tensors are not those of a model, before anything is read. What transformers would make for
+        itself might be as large as any number in the file.
+
+        Raises:
+            ModelLoadError: A tensor is missing, has another shape, or is one that the model does not have.
+        """
+        wanted = {name: tuple(weight.shape) for name, weight in empty.state_dict().items()}
+        if self._config.tie_word_embeddings:
+            wanted.pop("lm_head.weight", None)
+        for projection in projections(empty):
+            wanted.pop(projection.name)
+            wanted.pop(f"{projection.name}_bias", None)
+            wanted |= projection.shapes
+        for name, tensor in self._tensors.items():
+            if name not in wanted:
+                problem = f"it has a tensor {tensor.name}, which its architecture does not have"
+                raise ModelLoadError(self._file.path, problem, AGAIN)
+            if tensor.shape != wanted[name]:
+                shapes = f"has shape {list(tensor.shape)}, and its metadata ask for {list(wanted[name])}"
+                raise ModelLoadError(self._file.path, f"its tensor {tensor.name} {shapes}", AGAIN)
+        missing = sorted(wanted.keys() - self._tensors.keys())
+        if missing:
+            problem = f"{len(missing)} tensors are missing, that for {missing[0]} first"
+            raise ModelLoadError(self._file.path, problem, AGAIN)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of what is not in blocks: bfloat16 where this holds all of it exactly, and the numbers of all codes. Or else
+        float32."""
+        if any(tensor.type == "F16" for tensor in self._tensors.values()):
+            return torch.float32
+        floats = (self._floats(tensor) for tensor in self._tensors.values() if not is_packed(tensor))
+        exact = all(torch.equal(values.bfloat16().float(), values) for values in floats)
+        return torch.bfloat16 if exact else torch.float32
+
+    def state(self, empty: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What transformers loads into a model: vectors and matrices of floats, and empty weights for those in blocks.
+
+        Raises:
+            UnsupportedModelError: Gates and values of experts have different types.
+        """
+        state = {}
+        for name, tensor in self._single():
+            if is_packed(tensor):
+                state[name] = torch.full((), float("nan"), dtype=dtype).expand(tensor.shape)
+            else:
+                state[name] = self._floats(tensor)
+        for projection in projections(empty):
+            state |= projection.state(self._file.path, self._tensors, dtype)
+        return state
+
+    def fill(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Give the layers of a model their blocks, one after another; tied ones share them.
+
+        Raises:
+            ModelLoadError: Numbers of a tensor are not finite, or it has no such layer.
+        """
+        modules, reading = (
+            dict(model.named_modules()),
+            Reading(sum(tensor.data.nbytes for tensor in self._tensors.values())),
+        )
+        for name, tensor in self._single():
+            if is_packed(tensor):
+                check_wanted()
+                module = modules[name.removesuffix(".weight")]
+                stored = self._stored(tensor, dtype)
+                keep_quantised(module, stored)
+                if name == "model.embed_tokens.weight" and self._config.tie_word_embeddings:
+                    keep_quantised(modules["lm_head"], stored)
+            reading.advance(tensor.data.nbytes)
+        for projection in projections(model):
+            check_wanted()
+            projection.fill(self._file.path, self._tensors, dtype)
+            reading.advance(sum(self._tensors[part].data.nbytes for part in (*projection.parts, *projection.bias_parts)))
+        hf_modules.use_stored_experts(model)
+        self._scale_frequencies(model)
+
+    def _single(self) -> list[tuple[str, GgufTensor]]:
+        """The tensors that are no parts of others, by transformers' names."""
+        return [(name, tensor) for name, tensor in self._tensors.items() if not name.endswith("]")]
+
+    def _floats(self, tensor: GgufTensor) -> Tensor:
+        values, order = tensor.floats(), self._order(tensor)
+        if self._known.offset_norms and "norm" in tensor.name:
+            values = values - 1
+        return values if order is None else values[order]
+
+    def _stored(self, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
+        return stored_tensor(self._file.path, tensor, dtype, self._order(tensor))
+
+    def _order(self, tensor: GgufTensor) -> Tensor | None:
+        return row_order(self._known, tensor.name, self._config)
+
+    def _scale_frequencies(self, model: nn.Module) -> None:
+        """Divide rotary frequencies by the factors of the file, as those of Llama 3.1 are."""
+        found = self._file.tensors.get(FREQUENCY_FACTORS)
+        if found is None:
+            return
+        rotary: Any = hf_modules.decoder_stack(model).rotary_emb
+        factors = found.floats()
+        if not hasattr(rotary, "inv_freq"):
+            raise UnsupportedModelError(
+                self._file.path, f"it has {FREQUENCY_FACTORS} for several kinds of layers", ORIGINAL
+            )
+        if factors.shape != rotary.inv_freq.shape or not bool((factors > 0).all() and factors.isfinite().all()):
+            problem = f"its {FREQUENCY_FACTORS} are no factors of {len(rotary.inv_freq)} frequencies"
+            raise ModelLoadError(self._file.path, problem, AGAIN)
+        rotary.inv_freq = rotary.inv_freq / factors.to(rotary.inv_freq)
+
+
+# --- The projections of experts, of which GGUF files keep gates and values apart, and transformers together.
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One projection of all experts of a layer, and its parts in a file, which are named by their numbers.
+
+    Attributes:
+        name: transformers' name of the tensor.
+        stack: The tensor.
+    """
+
+    name: str
+    stack: ExpertStack
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of its parts."""
+        return [f"{self.name}[{part}]" for part in range(num_parts(self.stack))]
+
+    @property
+    def bias_parts(self) -> list[str]:
+        """The names of the parts of its biases."""
+        return [f"{self.name}_bias[{part}]" for part in range(num_parts(self.stack) if self._has_bias else 0)]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What a file has to hold: [num_experts, out_features, in_features] each, and [num_experts, out_features]."""
+        count, rows, cols = part_shape(self.stack)
+        found: dict[str, tuple[int, ...]] = dict.fromkeys(self.parts, (count, rows, cols))
+        return found | dict.fromkeys(self.bias_parts, (count, rows))
+
+    def state(self, path: str, tensors: Mapping[str, GgufTensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """What transformers loads: floats, and an empty tensor for blocks.
+
+        Raises:
+            UnsupportedModelError: Parts have different types.
+        """
+        parts = [tensors[name] for name in self.parts]
+        if len({part.type for part in parts}) > 1:
+            types = " and ".join(f"{part.name} as {part.type}" for part in parts)
+            problem = f"it has {types}, and the kernels take gates and values of experts of one type"
+            raise UnsupportedModelError(path, problem, ORIGINAL)
+        weight = getattr(self.stack.module, self.stack.name)
+        if is_packed(parts[0]):
+            found = {self.name: torch.full((), float("nan"), dtype=dtype).expand(weight.shape)}
+        else:
+            floats = self._joined([part.floats() for part in parts])
+            found = {self.name: floats.transpose(1, 2).contiguous() if self.stack.transposed else floats}
+        if self._has_bias:
+            found[f"{self.name}_bias"] = self._joined([tensors[name].floats() for name in self.bias_parts])
+        return found
+
+    def fill(self, path: str, tensors: Mapping[str, GgufTensor], dtype: torch.dtype) -> None:
+        """Give the tensor its blocks, if it has some.
+
+        Raises:
+            ModelLoadError: Numbers are not finite.
+        """
+        parts = [tensors[name] for name in self.parts]
+        if is_packed(parts[0]):
+            stored = [stored_tensor(path, part, dtype) for part in parts]
+            self.stack.keep(StoredWeight.of(stored, self._joined))
+
+    @property
+    def _has_bias(self) -> bool:
+        return hasattr(self.stack.module, f"{self.stack.name}_bias")
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        return joined_parts(self.stack, parts)
+
+
+def projections(model: nn.Module) -> list[Projection]:
+    """Those of all layers of a model."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [Projection(f"{paths[id(stack.module)]}.{stack.name}", stack) for stack in hf_modules.expert_stacks(model)]

@@ -1,0 +1,466 @@
+"""The header of a GGUF file, with every number checked before it is used, and its tensors in their blocks."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.kernels.formats import StoredWeight
+from outrider.kernels.gguf_blocks import GGUF_TYPES
+from outrider.kernels.packed import release
+from outrider.kernels.rounding import parts
+
+# --- The header of a GGUF file, read with every number checked before it is used.
+#
+# The layout is that of version 3 (and 2) of ggml's specification, in little-endian order: magic, version, counts,
+# metadata, the table of tensors, and their data. A file is mapped, and nothing outside of it is read. What it says of
+# sizes is compared with its own size before anything is allocated.
+
+
+_AGAIN = "Download the file again."
+#: The types of values of one size, by their numbers in files.
+_VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+#: The names of tensors' types, by their numbers in files, as ggml.h lists them.
+_TYPES = {
+    0: "F32", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 23:
+    "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+} | {known.number: name for name, known in GGUF_TYPES.items()}  # fmt: skip
+#: Bytes of a number, of types without blocks.
+_SINGLE = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}
+_MOST_DIMENSIONS = 4
+_LARGEST_NAME = 65_535
+#: The name of a part of a model that lies in several files.
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+class _MalformedError(ValueError):
+    """A file that is no sound GGUF file. The message is what is wrong."""
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of a file.
+
+    Attributes:
+        name: As llama.cpp names it.
+        shape: As PyTorch has it: the inputs come last.
+        type: The name of its type.
+        data: uint8, all its bytes, mapped.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    data: np.ndarray
+
+    def rows(self) -> Tensor:
+        """uint8 [rows, bytes of a row], still in the file."""
+        return torch.from_numpy(self.data).reshape(prod(self.shape[:-1]), -1)
+
+    def integers(self) -> Tensor:
+        """int64 of its shape, of a tensor of type I64."""
+        return torch.from_numpy(self.data.copy()).view(torch.int64).reshape(self.shape)
+
+    def floats(self) -> Tensor:
+        """float32 of its shape."""
+        if self.type == "F32":
+            return torch.from_numpy(self.data.copy()).view(torch.float32).reshape(self.shape)
+        if self.type == "I64":
+            return self.integers().float()
+        stored = GGUF_TYPES[self.type].stored(self.rows().clone(), torch.float32)
+        return stored.format.dequantise(stored, torch.float32).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A model in GGUF.
+
+    Attributes:
+        path: As the caller named it.
+        metadata: Its values by their keys.
+        tensors: By their names, those of all its files.
+    """
+
+    path: str
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(tensor.data.nbytes for tensor in self.tensors.values())
+
+
+def is_gguf(model: str) -> bool:
+    """Whether a model is named by a GGUF file."""
+    return model.endswith(".gguf") and Path(model).is_file()
+
+
+def read_gguf(model: str) -> GgufFile:
+    """Read the header of a file, and of those that belong to it.
+
+    Raises:
+        ModelLoadError: A file is truncated, malformed, or one of several that are not there.
+    """
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, GgufTensor] = {}
+    for path in parts_of(model):
+        try:
+            found, held = _read(path)
+            for name in tensors.keys() & held.keys():
+                raise _MalformedError(f"another file of it holds the tensor {name}, too")
+        except (_MalformedError, OSError, UnicodeDecodeError, MemoryError) as error:
+            raise ModelLoadError(str(path), f"it is no sound GGUF file: {error}", _AGAIN) from error
+        metadata = metadata or found
+        tensors |= held
+    return GgufFile(model, metadata, tensors)
+
+
+def parts_of(model: str) -> list[Path]:
+    """The files of a model, of which any one may be named."""
+    path, found = Path(model), _PART.search(model)
+    if found is None:
+        return [path]
+    count = int(found[2])
+    stem = str(path)[: -len(found[0])]
+    names = (f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1))
+    parts = []
+    for name in names:
+        if not Path(name).is_file():
+            problem = f"it is one of {count} files, and {Path(name).name} is missing"
+            raise ModelLoadError(model, problem, "Put all of them into one folder.")
+        parts.append(Path(name))
+    return parts
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    if path.stat().st_size < 24:
+        raise _MalformedError("it ends within its first 24 bytes")
+    reader = _Reader(np.memmap(path, mode="c", dtype=np.uint8))  # private, and never written to
+    if reader.take(4) != b"GGUF":
+        raise _MalformedError("it does not begin with GGUF")
+    version, num_tensors, num_values = reader.numbers("IQQ")
+    if version not in (2, 3):
+        raise _MalformedError(f"it has version {version}, and versions 2 and 3 in little-endian order are known")
+    reader.check_count(num_tensors, 24, "tensors")
+    reader.check_count(num_values, 13, "values")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = reader.string(_LARGEST_NAME)
+        if key in metadata:
+            raise _MalformedError(f"it has two values for {key}")
+        metadata[key] = reader.value(key)
+    table = [reader.entry() for _ in range(num_tensors)]
+    return metadata, _placed(reader, table, metadata.get("general.alignment", 32))
+
+
+def _placed(
+    reader: _Reader, table: list[tuple[str, tuple[int, ...], str, int]], alignment: object
+) -> dict[str, GgufTensor]:
+    """The tensors with their data."""
+    if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment & (alignment - 1):
+        raise _MalformedError(f"general.alignment is {alignment!r}, and no power of two")
+    begin = -(-reader.at // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, shape, kind, offset in table:
+        if name in tensors:
+            raise _MalformedError(f"it has two tensors {name}")
+        size = _nbytes(name, shape, kind)
+        if offset % alignment:
+            raise _MalformedError(f"the data of {name} begin at {offset}, which {alignment} does not divide")
+        if begin + offset + size > len(reader.data):
+            raise _MalformedError(f"the data of {name} end at byte {begin + offset + size:,} of {len(reader.data):,}")
+        tensors[name] = GgufTensor(name, shape, kind, reader.data[begin + offset : begin + offset + size])
+    return tensors
+
+
+def _nbytes(name: str, shape: tuple[int, ...], kind: str) -> int:
+    if kind in _SINGLE:  # vectors may have any length
+        return _SINGLE[kind] * prod(shape)
+    known = GGUF_TYPES.get(kind)
+    if known is None:
+        raise _MalformedError(f"{name} has the type {kind}, and F32, {', '.join(GGUF_TYPES)} are known")
+    if shape[-1] % known.inputs:
+        raise _MalformedError(f"{name} has rows of {shape[-1]} weights, and blocks of {kind} have {known.inputs}")
+    return prod(shape) // known.inputs * known.nbytes
+
+
+class _Reader:
+    """Reads a mapped file from its beginning."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.at = data, 0
+        self._bytes: memoryview = data.data
+
+    def take(self, count: int) -> bytes:
+        """The next bytes."""
+        if count > len(self._bytes) - self.at:
+            raise _MalformedError(f"it ends at byte {len(self.data):,}, within its header")
+        self.at += count
+        return bytes(self._bytes[self.at - count : self.at])
+
+    def numbers(self, kinds: str) -> tuple[Any, ...]:
+        """The next numbers, of these kinds."""
+        return struct.unpack(f"<{kinds}", self.take(struct.calcsize(f"<{kinds}")))
+
+    def check_count(self, count: int, least_bytes: int, what: str) -> None:
+        """Refuse more of something than the rest of the file can hold."""
+        if count > (len(self.data) - self.at) // least_bytes:
+            raise _MalformedError(f"it announces {count:,} {what}, and has {len(self.data) - self.at:,} bytes left")
+
+    def string(self, most: int | None = None) -> str:
+        (length,) = self.numbers("Q")
+        if most is not None and length > most:
+            raise _MalformedError(f"it has a name of {length:,} bytes")
+        return self.take(length).decode("utf-8")
+
+    def _strings(self, count: int) -> list[str]:
+        """The next strings. A vocabulary has some hundred thousands, so this is one loop without calls of its own."""
+        found, rest, at = [], self._bytes, self.at
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(rest[at:begin], "little")
+            if at > len(rest):
+                raise _MalformedError(f"it ends at byte {len(rest):,}, within its header")
+            found.append(str(rest[begin:at], "utf-8"))
+        self.at = at
+        return found
+
+    def value(self, key: str) -> Any:
+        """A value with its type before it."""
+        (kind,) = self.numbers("I")
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self._number(key, kind)
+        element, count = self.numbers("IQ")
+        if element == _STRING:
+            self.check_count(count, 8, f"strings in {key}")
+            return self._strings(count)
+        if element not in _VALUES:
+            raise _MalformedError(f"{key} is a list of values of type {element}, which is not known")
+        size = struct.calcsize(_VALUES[element])
+        self.check_count(count, size, f"values in {key}")
+        return list(struct.unpack(f"<{count}{_VALUES[element]}", self.take(count * size)))
+
+    def _number(self, key: str, kind: int) -> Any:
+        if kind not in _VALUES:
+            raise _MalformedError(f"{key} is a value of type {kind}, which is not known")
+        return self.numbers(_VALUES[kind])[0]
+
+    def entry(self) -> tuple[str, tuple[int, ...], str, int]:
+        """Name, shape, type and offset of a tensor."""
+        name = self.string(_LARGEST_NAME)
+        (count,) = self.numbers("I")
+        if not 1 <= count <= _MOST_DIMENSIONS:
+            raise _MalformedError(f"{name} has {count} dimensions, and 1 to {_MOST_DIMENSIONS} are known")
+        shape = tuple(reversed(self.numbers(f"{count}Q")))
+        if min(shape) < 1:
+            raise _MalformedError(f"{name} has the shape {list(shape)}")
+        kind, offset = self.numbers("IQ")
+        if kind not in _TYPES:
+            raise _MalformedError(f"{name} has a type of number {kind}, which is not known")
+        return name, shape, _TYPES[kind], offset
+
+
+# --- The values of a GGUF file that describe its model, each checked when it is read.
+
+
+#: What to do with a file that cannot be loaded.
+ORIGINAL = 'Give the original checkpoint in safetensors; quantization="int4" rounds it while it is loaded.'
+AGAIN = "Download the file again."
+
+
+class Values:
+    """The values of a file that describe its model."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.architecture = self._text("general.architecture")
+
+    def _text(self, key: str) -> str:
+        found = self.file.metadata.get(key)
+        if not isinstance(found, str):
+            raise ModelLoadError(self.file.path, f"its {key} is {found!r}, and no text", AGAIN)
+        return found
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number from 1 on."""
+        found = self._get(name, default)
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found < 2**31:
+            raise self._wrong(name, found, "no whole number from 1 on")
+        return found
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number."""
+        found = self._get(name, default)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < float("inf"):
+            raise self._wrong(name, found, "no positive number")
+        return float(found)
+
+    def get(self, name: str) -> Any:
+        """A value of the architecture, or None."""
+        return self.file.metadata.get(f"{self.architecture}.{name}")
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.tensors
+
+    def refuse(self, what: str) -> UnsupportedModelError:
+        """The error for something that is not known of this architecture."""
+        return UnsupportedModelError(self.file.path, f"it has {what}, which is not known of GGUF files here", ORIGINAL)
+
+    def _get(self, name: str, default: Any) -> Any:
+        found = self.get(name)
+        return default if found is None else found
+
+    def _wrong(self, name: str, found: object, why: str) -> ModelLoadError:
+        return ModelLoadError(self.file.path, f"its {self.architecture}.{name} is {found!r}, and {why}", AGAIN)
+
+
+# --- The names of tensors in GGUF files, and those of transformers for them.
+
+
+#: The names of tensors of a layer, as llama.cpp and as transformers have them.
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+#: What is called otherwise where norms stand behind the parts of a layer, too.
+WITH_POST_NORMS = {
+    **LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+#: What is called otherwise where some projections are one.
+FUSED = {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+#: The projections of all experts of a layer, as parts of the tensors that transformers has (`experts.py`).
+EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.gate_up_proj[0]",
+    "ffn_up_exps": "mlp.experts.gate_up_proj[1]",
+    "ffn_down_exps": "mlp.experts.down_proj[0]",
+}
+#: With a router and experts in place of an ordinary feed-forward.
+WITH_EXPERTS = {
+    **{name: stock for name, stock in LAYER.items() if not stock.startswith("mlp.")},
+    **EXPERTS,
+    "ffn_gate_inp": "mlp.gate",
+}
+#: Of gpt-oss, whose layers all have experts, and attention sinks.
+WITH_SINKS = {
+    **{name: LAYER[name] for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")},
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "attn_sinks": "self_attn.sinks",
+    **EXPERTS,
+}
+_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+#: What transformers has as a parameter of another module, without ".weight".
+_BARE = ("self_attn.sinks", *EXPERTS.values())
+
+
+def stock_name(layer: dict[str, str], name: str) -> str | None:
+    """transformers' name for a tensor of a file. None where it has none.
+
+    Args:
+        layer: The names of tensors of a layer.
+        name: llama.cpp's.
+    """
+    place, _, kind = name.rpartition(".")
+    if place in _MODEL:
+        return f"{_MODEL[place]}.{kind}"
+    blk, _, rest = place.partition(".")
+    number, _, part = rest.partition(".")
+    if blk != "blk" or not number.isdecimal() or part not in layer:
+        return None
+    stock = f"model.layers.{int(number)}.{layer[part]}"
+    if layer[part] not in _BARE:
+        return f"{stock}.{kind}"
+    return stock if kind == "weight" else stock.replace("[", f"_{kind}[")
+
+
+# --- Tensors of GGUF files as weights that stay in their blocks.
+
+
+def is_packed(tensor: GgufTensor) -> bool:
+    """Whether a matrix, or one for each expert, stays in blocks. The kernels take units of 32 inputs, and routers are
+    floats."""
+    known = tensor.type in GGUF_TYPES and ".ffn_gate_inp." not in tensor.name
+    return known and len(tensor.shape) in (2, 3) and tensor.shape[-1] % 32 == 0
+
+
+def rows_may_be_rounded(file: GgufFile) -> bool:
+    """Whether there are matrices of a file that rows of 8 bits can be multiplied with."""
+    return any(is_packed(tensor) and GGUF_TYPES[tensor.type].format.may_round_rows for tensor in file.tensors.values())
+
+
+def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tensor | None = None) -> StoredWeight:
+    """The weights of a tensor for which `is_packed` holds, which stand for `dtype`: [out_features, in_features], or with
+    [num_experts] before it. `order` are the rows of the file in the order that is wanted.
+
+    Raises:
+        ModelLoadError: Numbers are not finite.
+    """
+    rows = tensor.rows()
+    stored = GGUF_TYPES[tensor.type].stored(rows if order is None else rows[order], dtype)
+    release(rows)
+    halves = torch.bfloat16 if tensor.type == "BF16" else torch.float16
+    numbers = stored.data.view(halves) if stored.scale is None else stored.scale  # no copy in float32
+    if not all(bool(numbers[some].isfinite().all()) for some in parts(numbers)):
+        raise ModelLoadError(path, f"the tensor {tensor.name} holds numbers that are not finite", AGAIN)
+    if len(tensor.shape) == 2:
+        return stored
+    return stored.each(lambda column: column.reshape(*tensor.shape[:2], *column.shape[1:]))
+
+
+# --- How much of a model's files has been read, for whoever shows it.
+
+
+#: Called with the bytes read so far, and with all bytes. It may be called in any thread.
+ShowReading = Callable[[int, int], None]
+
+_watchers: list[ShowReading] = []
+
+
+@contextmanager
+def watched_reading(show: ShowReading) -> Iterator[None]:
+    """Within the block, whatever is read of a GGUF file in this process is told to `show`."""
+    _watchers.append(show)
+    try:
+        yield
+    finally:
+        _watchers.remove(show)
+
+
+class Reading:
+    """What has been read of a file of `total` bytes."""
+
+    def __init__(self, total: int) -> None:
+        self._done, self._total = 0, total
+
+    def advance(self, count: int) -> None:
+        """`count` more bytes have been read."""
+        self._done += count
+        for show in _watchers:
+            show(self._done, self._total)

@@ -1,0 +1,304 @@
+"""The tokenizer of a GGUF file, from its vocabulary, its merges or scores, and the name of its pre-tokenizer.
+
+Byte-level BPE is known with the pre-tokenizers named below, and the BPE of SentencePiece with byte fallback as Llama, Phi-3
+and Gemma have it. Other vocabularies are refused by name: a text that is cut in another way than the model has learnt would
+be read wrongly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.loading.gguf.header import GgufFile
+
+_AGAIN = "Download the file again."
+_UNKNOWN = 'Pass tokenizer="FOLDER or hub id" of the original checkpoint.'
+_CONTROL, _USER_DEFINED = 3, 4
+SPACE = "\u2581"
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How text is cut before merges.
+
+    Attributes:
+        pattern: The regular expression of pieces; None for that of GPT-2.
+        composes: Whether text is brought into the composed form of Unicode (NFC).
+        whole_pieces: Whether a piece that is a token is one, whatever its merges would give.
+    """
+
+    pattern: str | None
+    composes: bool = False
+    whole_pieces: bool = False
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA_3 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole_pieces=True)
+_QWEN_2 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", composes=True)
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_OF_CAPITALS = (rf"{_BEFORE}{_UPPER}*{_LOWER}+", rf"{_BEFORE}{_UPPER}+{_LOWER}*")
+_LINES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT_4O = Splitting(
+    "|".join([*(f"{word}{_CONTRACTIONS}?" for word in _OF_CAPITALS), rf"\p{{N}}{{1,3}}|{_LINES}"]), whole_pieces=True
+)
+_TEKKEN = Splitting("|".join([*_OF_CAPITALS, rf"\p{{N}}|{_LINES}"]), whole_pieces=True)
+#: The pre-tokenizers of byte-level BPE by their names in files.
+SPLITTINGS = {
+    "gpt-4o": _GPT_4O,
+    "gpt-2": Splitting(None),
+    "llama3": _LLAMA_3,
+    "llama-v3": _LLAMA_3,
+    "llama-bpe": _LLAMA_3,
+    "qwen2": _QWEN_2,
+    "deepseek-r1-qwen": _QWEN_2,
+    "tekken": _TEKKEN,
+}
+#: Those with which texts begin with a token, where a file says nothing of it.
+_BEGIN = (_LLAMA_3, _TEKKEN)
+
+
+def read_gguf_tokenizer(file: GgufFile) -> Any | None:
+    """A tokenizer of transformers. None where the file brings placeholders.
+
+    Raises:
+        ModelLoadError: The vocabulary is malformed.
+        UnsupportedModelError: Its kind or its pre-tokenizer is not known.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = _Vocabulary(file)
+    kind = vocabulary.get("model")
+    if kind in (None, "rwkv", "no_vocab", "none"):
+        return None
+    if kind == "gpt2":
+        backend = _byte_level(vocabulary)
+    elif kind == "llama" and file.metadata.get("general.architecture") in _WITH_PIECES:
+        backend = _sentence_piece(vocabulary)
+    else:
+        architecture = file.metadata.get("general.architecture")
+        problem = (
+            f"its vocabulary is {kind!r} of {architecture}, and gpt2, and llama of {', '.join(_WITH_PIECES)}, are known"
+        )
+        raise UnsupportedModelError(file.path, problem, _UNKNOWN)
+    backend.add_special_tokens(vocabulary.added(special=True))
+    backend.add_tokens(vocabulary.added(special=False))
+    named = {f"{name}_token": vocabulary.named(f"{key}_token_id") for name, key in _NAMED.items()}
+    begins = kind == "llama" or SPLITTINGS.get(vocabulary.get("pre")) in _BEGIN  # where the file says nothing
+    if vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
+        _put_first(backend, vocabulary, "bos_token_id")
+    template = file.metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_Given(backend),
+        chat_template=template if isinstance(template, str) else None,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in named.items() if token is not None},
+    )
+
+
+def end_tokens(file: GgufFile) -> list[int]:
+    """The tokens that end a text, or a turn of a chat.
+
+    Raises:
+        ModelLoadError: One of them is no token.
+    """
+    vocabulary = _Vocabulary(file)
+    found = [vocabulary.number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    return sorted({number for number in found if number is not None})
+
+
+#: The architectures whose vocabulary of SentencePiece is known.
+_WITH_PIECES = ("llama", "phi3", "gemma2", "gemma3")
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+class _Vocabulary:
+    """What a file says of its tokens, checked."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+
+    def get(self, name: str) -> Any:
+        return self.file.metadata.get(f"tokenizer.ggml.{name}")
+
+    def wrong(self, name: str, why: str) -> ModelLoadError:
+        return ModelLoadError(self.file.path, f"its tokenizer.ggml.{name} {why}", _AGAIN)
+
+    def texts(self, name: str) -> list[str]:
+        found = self.get(name)
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise self.wrong(name, "is no list of texts")
+        return found
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The tokens. In those of SentencePiece that users define, llama.cpp's converter writes spaces for the signs of
+        spaces."""
+        names = self.texts("tokens")
+        if self.get("model") != "llama":
+            return names
+        found = self.get("token_type")
+        kinds = found if isinstance(found, list) and len(found) == len(names) else [1] * len(names)
+        turned = {name: name.replace(" ", SPACE) for name, kind in zip(names, kinds, strict=True) if kind == _USER_DEFINED}
+        known = set(names)
+        return [turned[name] if name in turned and turned[name] not in known else name for name in names]
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        """Their numbers."""
+        tokens: dict[str, int] = {}
+        for number, token in enumerate(self.names):
+            if token in tokens:
+                raise self.wrong("tokens", f"holds {token!r} twice")
+            tokens[token] = number
+        return tokens
+
+    def types(self) -> list[int]:
+        found, count = self.get("token_type"), len(self.names)
+        if found is None:
+            return [1] * count
+        if not isinstance(found, list) or len(found) != count or not all(isinstance(each, int) for each in found):
+            raise self.wrong("token_type", f"is no list of {count} numbers")
+        return found
+
+    def scores(self) -> list[float]:
+        found, count = self.get("scores"), len(self.names)
+        if not isinstance(found, list) or len(found) != count or not all(isinstance(each, float) for each in found):
+            raise self.wrong("scores", f"is no list of {count} numbers")
+        return found
+
+    def merges(self) -> list[tuple[str, str]]:
+        tokens, merges = self.tokens, []
+        for merge in self.texts("merges"):
+            first, _, second = merge.partition(" ")
+            if first not in tokens or second not in tokens or first + second not in tokens:
+                raise self.wrong("merges", f"holds {merge!r}, whose parts or whole are no tokens")
+            merges.append((first, second))
+        return merges
+
+    def added(self, *, special: bool) -> list[Any]:
+        """Tokens that are found in a text as a whole: those of control, or those that are defined by users."""
+        from tokenizers import AddedToken
+
+        wanted = _CONTROL if special else _USER_DEFINED
+        found = [token for token, kind in zip(self.names, self.types(), strict=True) if kind == wanted and token]
+        return [AddedToken(token, normalized=False, special=special, rstrip=self._takes_spaces(token)) for token in found]
+
+    def _takes_spaces(self, token: str) -> bool:
+        """Whether a token that is found as a whole takes the spaces behind it. Phi-3's do, and files do not say it."""
+        is_phi = self.get("model") == "llama" and self.file.metadata.get("general.architecture") == "phi3"
+        return is_phi and token not in ("<unk>", "<s>", "<|endoftext|>")
+
+    def number(self, name: str) -> int | None:
+        found = self.get(name)
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(self.names):
+            raise self.wrong(name, f"is {found!r}, and no token")
+        return found
+
+    def named(self, name: str) -> str | None:
+        number = self.number(name)
+        return None if number is None else self.names[number]
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        found = self.get(name)
+        if not isinstance(found, bool | None):
+            raise self.wrong(name, f"is {found!r}, and neither true nor false")
+        return default if found is None else found
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = vocabulary.get("pre")
+    splitting = SPLITTINGS.get(name) if isinstance(name, str) else None
+    if splitting is None:
+        problem = f"its pre-tokenizer is {name!r}, and {', '.join(SPLITTINGS)} are known"
+        raise UnsupportedModelError(vocabulary.file.path, problem, _UNKNOWN)
+    model = models.BPE(vocab=vocabulary.tokens, merges=vocabulary.merges(), ignore_merges=splitting.whole_pieces)
+    tokenizer = Tokenizer(model)
+    if splitting.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    if splitting.pattern is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(vocabulary: _Vocabulary) -> Any:
+    """The BPE of SentencePiece: of two neighbours the pair whose whole has the highest score is merged first."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    model = models.BPE(
+        vocab=vocabulary.tokens,
+        merges=_merges_by_score(vocabulary),
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token=vocabulary.named("unknown_token_id"),
+    )
+    tokenizer = Tokenizer(model)
+    prefix = vocabulary.flag("add_space_prefix", default=True)
+    steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return tokenizer
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """All ways to make a token of two, the best one first.
+
+    Tokens that users define are whole before anything is merged, as runs of spaces are in Gemma, whatever their scores.
+    Among the ways to make one token, Gemma's tokenizer tries the longest first part first, and Llama's the first one in
+    the vocabulary, as Phi-3's does.
+    """
+    names, tokens = vocabulary.names, vocabulary.tokens
+    scores, types = vocabulary.scores(), vocabulary.types()
+    by_length = vocabulary.file.metadata.get("general.architecture") in ("gemma2", "gemma3")
+    whole: list[tuple[int, int, int, str, str]] = []
+    merges: list[tuple[str, str]] = []
+    for number in sorted(range(len(names)), key=lambda number: -scores[number]):  # equal ones stay in order
+        token = names[number]
+        ends = [end for end in range(len(token) - 1, 0, -1) if token[:end] in tokens and token[end:] in tokens]
+        ways = [(token[:end], token[end:]) for end in ends]
+        if types[number] == _USER_DEFINED:
+            whole += [(-len(first), -len(second), number, first, second) for first, second in ways]
+            continue
+        merges += ways if by_length else sorted(ways, key=lambda way: (tokens[way[0]], tokens[way[1]]))
+    return [(first, second) for *_, first, second in sorted(whole)] + merges
+
+
+class _Given:
+    """A tokenizer that transformers takes as it is: a copy of a large vocabulary takes as long as all before it."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._backend
+
+
+def _put_first(tokenizer: Any, vocabulary: _Vocabulary, name: str) -> None:
+    """Let every text begin with a token."""
+    from tokenizers.processors import TemplateProcessing
+
+    token, number = vocabulary.named(name), vocabulary.number(name)
+    if token is None or number is None:
+        raise vocabulary.wrong("add_bos_token", f"is true, and there is no {name}")
+    first = {"id": "begin", "ids": [number], "tokens": [token]}  # its own text may have a meaning in templates
+    tokenizer.post_processor = TemplateProcessing(
+        single=["begin", "$A"], pair=["begin", "$A", "$B"], special_tokens=[first]
+    )

@@ -1,1 +1,0 @@
-"""Measuring instruments that the benchmark, doctor, tuning and training share."""

@@ -1,1 +1,0 @@
-"""Backends that run a decoder over our KV memory, by name."""

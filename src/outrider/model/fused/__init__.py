@@ -1,1 +1,0 @@
-"""Descriptions of model families for the fused decoder."""

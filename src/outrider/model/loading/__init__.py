@@ -1,1 +1,0 @@
-"""Checkpoints and modules become loaded models."""

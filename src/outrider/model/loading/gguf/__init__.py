@@ -1,1 +1,0 @@
-"""GGUF files become models: their header, their tensors, their vocabulary."""

@@ -1,1 +1,0 @@
-"""Checkpoints in safetensors whose weights others have quantised, loaded without a copy in full precision."""

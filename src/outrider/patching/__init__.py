@@ -1,1 +1,0 @@
-"""Speculation behind `generate` of a transformers model."""

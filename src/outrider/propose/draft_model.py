@@ -1,0 +1,410 @@
+"""A smaller model of the same vocabulary drafts ahead (Leviathan et al. 2023; Chen et al. 2023).
+
+It runs through the same runner and the same kind of block-table KV memory as the target, for all sequences at once, with
+states of its own. It reads a prompt chunk by chunk beside the target, so that its first draft waits for nothing. What it
+has computed of a sequence is whatever prefix of its own rows the committed tokens confirm. So rejected drafts, bonus tokens
+and prompts that only the target had cached need no messages; the next call fills the gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from outrider.cache.state import SequenceState
+from outrider.config import QUANTIZATIONS, DTypeName, QuantizationName
+from outrider.draft import Draft
+from outrider.errors import InvalidParameterError, VocabularyMismatchError
+from outrider.loading.loaded_model import LoadedModel
+from outrider.model.batch import Segment
+from outrider.model.runner import ForwardOutput, ModelRunner
+from outrider.model.target import Target
+from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.bridge import Bridge, SameVocabulary
+from outrider.propose.settings import Method, ProposerContext, SpeculationConfig
+from outrider.propose.tree import CHAIN
+from outrider.propose.trees.growth import Growth, add_level, level_logits
+from outrider.verify.logits import target_probs as law_of
+
+#: Rows a step for texts that the draft model has far to catch up with, while others draft beside them.
+CATCH_UP_ROWS = 128
+#: Rows that every draft needs anyway: the last token, and one more where a whole draft was accepted.
+_USUAL_ROWS = 2
+
+
+class DraftModel(Method):
+    """A smaller model of the same vocabulary drafts.
+
+    Proposers whose settings of the model are equal share one loaded model and its memory of each text.
+
+    Attributes:
+        model: Local folder or hub id. None takes the LLM's own draft model, the embedded one for the embedded pair.
+        dtype: Of its weights; None takes the target's.
+        quantization: How its weights are rounded; None takes what the LLM says of draft models.
+        revision: Hub revision.
+        trust_remote_code: Whether transformers may run code that this checkpoint brings; trust in the target's is another.
+        min_confidence: Nothing is drafted behind a token whose own draft probability is smaller. The token itself stays.
+    """
+
+    name: ClassVar[str] = "draft_model"
+
+    model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
+    dtype: DTypeName | None = Field(None, description="Use auto, float64, float32, bfloat16, float16 or None.")
+    quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
+    revision: str | None = None
+    trust_remote_code: bool = False
+    min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
+
+    @property
+    def identity(self) -> Hashable:
+        """What settings share that share one loaded model."""
+        return (self.model, self.dtype, self.quantization, self.revision, self.trust_remote_code)
+
+    @property
+    def model_settings(self) -> dict[str, Any]:
+        """How the model is loaded, as the arguments of `LoadRunner`."""
+        return {name: getattr(self, name) for name in ("model", "dtype", "quantization", "revision", "trust_remote_code")}
+
+    def build(self, context: ProposerContext) -> Proposer:
+        runner, bridge = self.runner(context), SameVocabulary(context.vocab_size)
+        return DraftModelProposer(runner, bridge, context.max_num_batched_tokens, self.min_confidence)
+
+    def runner(self, context: ProposerContext) -> ModelRunner:
+        """The draft model, which proposers of equal models share.
+
+        Raises:
+            InvalidParameterError: No model is named, or there is no such folder.
+            ModelError: It cannot be used, or speaks other tokens than the target.
+        """
+        runner = context.loaded.get(self.identity) or self.load(context)
+        context.loaded[self.identity] = runner
+        check_vocabulary(runner.loaded, context.target)
+        return runner
+
+    def load(self, context: ProposerContext) -> ModelRunner:
+        """The draft model with KV memory of its own.
+
+        Raises:
+            InvalidParameterError: No model is named, or there is no such folder.
+            ModelError: It cannot be used.
+        """
+        if self.model is None:
+            raise InvalidParameterError(
+                "model", None, f"method={self.name!r} needs one", "Give a local folder or a hub id."
+            )
+        return context.load_runner(**self.model_settings)
+
+
+def draft_models(config: SpeculationConfig) -> Iterator[DraftModel]:
+    """The draft models of settings, and of those inside them."""
+    if isinstance(config.method, DraftModel):
+        yield config.method
+    for inner in config.method.nested.values() if config.method is not None else ():
+        yield from draft_models(inner)
+
+
+class DraftModelProposer(Proposer):
+    """Greedy, drawn or coupled chains and trees from a draft model, batched over sequences.
+
+    Args:
+        runner: The draft model with KV memory of its own.
+        bridge: Between the target's tokens and the draft's.
+        max_num_batched_tokens: Rows a pass; more are caught up with over several steps, drafting nothing meanwhile.
+        min_confidence: See `DraftModel`.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, bridge: Bridge, max_num_batched_tokens: int, min_confidence: float = 0.0
+    ) -> None:
+        self.runner = runner
+        self._bridge = bridge
+        self._max_rows = max_num_batched_tokens
+        self._min_confidence = min_confidence
+        self._shown_layers: tuple[int, ...] = ()  # hidden states that a pass over texts brings
+        self._states = runner.states  # by sequence, least recently drafted for first
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        drafting = [self.begin_draft(request, requests) for request in requests]
+        ready = self.run(self.due([d for d in drafting if d.growth.budget > 0]))
+        while ready is not None:
+            drafts, logits = ready
+            growths = [d.growth for d in drafts]
+            add_level(growths, self._bridge.logits(level_logits(growths, logits)), noise)
+            ready = self.run([self._level_work(d) for d in drafts if d.growth.growing])
+        return [d.growth.draft() for d in drafting]
+
+    def prefill(self, prompts: Sequence[PromptRows]) -> None:
+        """Compute as large a part of each prompt as the target will have computed, all in one pass."""
+        rows_left = self._max_rows
+        reading = list[Reading]()
+        for prompt in prompts:
+            text = self._follow(prompt.sequence, ())
+            rows = text.missing(min(text.due(prompt) - text.state.end, rows_left))
+            if rows and text.room > 1 and self._reserve(text.state, len(rows)):
+                rows_left -= len(rows)
+                reading.append(Reading(prompt.sequence, text, text.segment(rows, len(rows))))
+        if reading:
+            self.read(reading)
+        for each in reading:
+            each.text.state.publish(each.text.settled)
+
+    def finish(self, sequence: ProposerSequence) -> None:
+        state = self._states.pop(sequence.seq_id, None)
+        if state is not None:
+            state.free()
+        self._bridge.forget(sequence)
+
+    def lag(self, sequence: ProposerSequence) -> int:
+        state = self._states.get(sequence.seq_id)
+        return max(0, len(sequence.token_ids) - (0 if state is None else state.end))
+
+    def overlaps(self, sequence: ProposerSequence, target_probs: Sequence[float]) -> list[float]:
+        """The pass that catches up is the measurement. Who has far to catch up reads CATCH_UP_ROWS tokens a call, and is
+        measured where it comes to tokens of known probability. Penalties and the like are not applied to the draft, so the
+        answer errs on the low side where there are any."""
+        text = self._follow(sequence, ())
+        rows, start = text.missing(min(text.num_missing, CATCH_UP_ROWS)), text.state.end
+        if not rows or not isinstance(self._bridge, SameVocabulary) or not self._reserve(text.state, len(rows)):
+            return []
+        known = len(sequence.token_ids) - len(target_probs)  # tokens before the first one of known probability
+        first, end = max(known, start + 1), min(start + len(rows) + 1, len(sequence.token_ids))
+        count = max(0, end - first)
+        segment = text.segment(rows, first - 1 - start if count else len(rows))
+        logits = self.read([Reading(sequence, text, segment)]).logits[:count]
+        if not count:
+            return []
+        probs = law_of(self._bridge.logits(logits), [sequence.sampling] * count)
+        tokens = torch.tensor(sequence.token_ids[first:end], device=probs.device)
+        drafted: list[float] = probs.gather(-1, tokens[:, None])[:, 0].tolist()
+        targets = target_probs[first - known : end - known]
+        return [min(1.0, q / max(p, 1e-9)) for q, p in zip(drafted, targets, strict=True)]
+
+    def check_integrity(self) -> None:
+        self.runner.memory.check_integrity(self._states.values())
+
+    def check_rest(self) -> None:
+        assert not self._states, f"the draft model still has memory for {len(self._states)} texts"
+
+    def begin_draft(self, request: ProposeRequest, requests: Sequence[ProposeRequest]) -> Drafting:
+        """Roll back to what the committed tokens confirm and make room for the draft, shortened to what fits."""
+        text = self._follow(request.sequence, request.path)
+        depth = min(request.max_depth, text.room)
+        budget = min(request.budget, depth) if request.builder is CHAIN else request.budget
+        budget = budget if min(depth, text.length) > 0 else 0
+        while budget > 0 and not self._take(text.state, text.num_missing + budget - 1, requests):
+            budget -= 1
+        return Drafting(text, Growth.of(request, budget, depth, self._min_confidence))
+
+    def needs(self, sequence: ProposerSequence) -> frozenset[int]:
+        """Added layers that must hold all that is computed of a text; for a proposer that shows its rows to override."""
+        return frozenset()
+
+    def read(self, reading: Sequence[Reading]) -> ForwardOutput:
+        """Compute rows of texts in one pass, and note that they are computed."""
+        out = self.runner.forward([each.segment for each in reading], self._shown_layers)
+        for each in reading:
+            each.text.record(each.segment.token_ids)
+        return out
+
+    def _follow(self, sequence: ProposerSequence, path: Sequence[int]) -> OwnText:
+        """The text in the draft's tokens, and its memory, rolled back to what the committed tokens confirm."""
+        settled, loose = self._bridge.text(sequence, path)
+        state, needs = self._states.pop(sequence.seq_id, None), self.needs(sequence)
+        if state is None:
+            state = self.runner.memory.state(sequence.namespace, sequence.source)
+            state.open(settled, needs=needs)
+        else:
+            state.roll_back(settled, loose, needs=needs)
+        self._states[sequence.seq_id] = state
+        state.publish(settled)
+        length = len(settled) + len(loose)
+        room, longest = self.runner.loaded.max_model_len - length, state.longest_draft(length)
+        return OwnText(settled, loose, state, room if longest is None else min(room, longest))
+
+    def _take(self, state: SequenceState, rows: int, requests: Sequence[ProposeRequest]) -> bool:
+        """Make room for so many rows, if need be by taking the memory of sequences that are not drafted for now."""
+        if self._reserve(state, rows):
+            return True
+        busy = {request.sequence.seq_id for request in requests}
+        for seq_id in [i for i in self._states if i not in busy]:
+            self._states.pop(seq_id).free()  # it will catch up should it be drafted for again
+            if self._reserve(state, rows):
+                return True
+        return False
+
+    def _reserve(self, state: SequenceState, rows: int) -> bool:
+        """Make room for so many rows; False where memory is short."""
+        reserved = state.reserve(rows)
+        self.runner.memory.make_copies([state])
+        return reserved
+
+    def due(self, drafting: list[Drafting]) -> list[Work]:
+        """Rows of tokens that the draft model has not seen; logits are wanted where they reach the end of the text.
+
+        Those with little to catch up come first. Who has far to go shares few rows a step while others are ready to draft,
+        so that these keep their pace.
+        """
+        order = sorted(drafting, key=lambda d: d.text.num_missing)
+        others_wait = bool(order) and order[0].text.num_missing <= _USUAL_ROWS
+        rows_left, late_left = self._max_rows, CATCH_UP_ROWS if others_wait else self._max_rows
+        work = list[Work]()
+        for d in order:
+            late = d.text.num_missing > _USUAL_ROWS
+            missing = d.text.missing(min(rows_left, late_left) if late else rows_left)
+            if not missing:
+                break
+            rows_left -= len(missing)
+            late_left -= len(missing) if late else 0
+            wanted = len(missing) == d.text.num_missing
+            work.append(Work(d, d.text.segment(missing, len(missing) - int(wanted)), wanted))
+        return work
+
+    def run(self, work: list[Work]) -> tuple[list[Drafting], Tensor] | None:
+        """Compute rows; returns those that want logits, and these logits. Nothing is recorded as computed before the
+        pass has succeeded."""
+        if not work:
+            return None
+        logits = self.runner.forward([w.segment for w in work]).logits
+        for w in work:
+            if w.segment.parents is None:
+                w.drafting.text.record(w.segment.token_ids)
+        ready = [w.drafting for w in work if w.wanted]
+        return (ready, logits) if ready else None
+
+    def _level_work(self, d: Drafting) -> Work:
+        """Rows of the deepest level. A chain's KV is kept as it grows; a tree is computed anew as a whole, since its rows
+        see only their ancestors, and so few rows cost one pass either way."""
+        growth = d.growth
+        if not growth.branches:
+            return Work(d, d.text.segment([self._bridge.token(growth.nodes[-1].token_id)]), True)
+        parents = tuple(n.parent for n in growth.nodes)
+        tokens = [self._bridge.token(n.token_id) for n in growth.nodes]
+        return Work(d, d.text.segment(tokens, growth.level[0], parents), True)
+
+
+@dataclass
+class OwnText:
+    """A text in the draft model's own tokens, and what the model keeps of it.
+
+    Attributes:
+        settled: Tokens that the committed ones settle.
+        loose: Tokens behind these: drafted by another proposer in this step, or still open to change.
+        state: What the model keeps of it.
+        room: Tokens that a draft behind it may have.
+    """
+
+    settled: Sequence[int]
+    loose: Sequence[int]
+    state: SequenceState
+    room: int
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return len(self.settled) + len(self.loose)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens before a draft whose rows are due."""
+        return self.length - self.state.end
+
+    def tokens(self, start: int = 0) -> list[int]:
+        """All of them from a position on."""
+        return [*self.settled[start:], *self.loose[max(start - len(self.settled), 0) :]]
+
+    def due(self, prompt: PromptRows) -> int:
+        """Settled tokens that are as large a part of the text as the target will have computed."""
+        return len(self.settled) * prompt.stop // len(prompt.sequence.token_ids)
+
+    def missing(self, count: int) -> list[int]:
+        """The first so many of the missing tokens."""
+        size, start = len(self.settled), self.state.end
+        stop = max(start + count, start)
+        return [*self.settled[start:stop], *self.loose[max(start - size, 0) : max(stop - size, 0)]]
+
+    def segment(self, token_ids: Sequence[int], logits_from: int = 0, parents: tuple[int, ...] | None = None) -> Segment:
+        """Rows behind what is computed. The last token may be computed anew; all others that are settled are certain."""
+        certain = max(len(self.settled) - 1, 0)
+        return Segment.of(self.state, token_ids, self.state.end, parents, logits_from, certain=certain)
+
+    def record(self, token_ids: Sequence[int]) -> None:
+        """These rows are computed; what is not settled yet stands ahead of the text."""
+        state = self.state
+        settled = max(0, min(len(token_ids), len(self.settled) - state.end)) if not state.ahead else 0
+        state.commit(state.num_computed, range(settled))
+        state.run_ahead(token_ids[settled:])
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Rows of a text that the draft model computes without drafting.
+
+    Attributes:
+        sequence: Whose.
+        text: The text.
+        segment: The rows.
+    """
+
+    sequence: ProposerSequence
+    text: OwnText
+    segment: Segment
+
+
+@dataclass
+class Drafting:
+    """One draft in the making, and the text that it follows.
+
+    Attributes:
+        text: The text.
+        growth: The draft.
+    """
+
+    text: OwnText
+    growth: Growth
+
+
+@dataclass
+class Work:
+    """Rows to compute for one draft, and whether their logits are needed to go on."""
+
+    drafting: Drafting
+    segment: Segment
+    wanted: bool
+
+
+def check_vocabulary(draft: LoadedModel, target: Target) -> None:
+    """Raise VocabularyMismatchError unless token ids mean the same to both models, and both read prompts alike.
+
+    Logits may differ in width, as padded vocabularies do, where both tokenizers are there to agree on the tokens.
+    """
+    if draft.text_start != target.text_start:
+        problem = _other_start(draft, target)
+        raise VocabularyMismatchError(draft.name, problem, "Use a draft model of the same family.")
+    if draft.tokenizer is not None and target.tokenizer is not None:
+        ours, theirs = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+        if ours != theirs:
+            differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+            raise VocabularyMismatchError(
+                draft.name,
+                f"its tokens are not those of {target.name}: {len(differing)} differ, {differing[0]!r} first",
+                "Use a draft model of the same family, or method='cross_vocabulary'.",
+            )
+    elif draft.vocab_size != target.vocab_size:
+        raise VocabularyMismatchError(
+            draft.name,
+            f"it has {draft.vocab_size} tokens and {target.name} has {target.vocab_size}",
+            "Use a draft model of the same vocabulary.",
+        )
+
+
+def _other_start(draft: LoadedModel, target: Target) -> str:
+    """What is wrong with a draft model whose texts begin in another way than the target's."""
+    ours, theirs = draft.text_start, target.text_start
+    if ours is None or theirs is None:
+        return f"{target.name if ours is None else 'it'} has an encoder that reads prompts, and the other one has none"
+    return f"its texts begin with the tokens {list(ours)}, and those of {target.name} with {list(theirs)}"

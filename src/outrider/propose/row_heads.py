@@ -1,0 +1,192 @@
+"""Heads that read the target's last hidden state: Medusa (Cai et al. 2024) and blockwise decoding (Stern et al. 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from outrider.draft import Draft
+from outrider.errors import InvalidParameterError
+from outrider.heads.checkpoint import RunningHeads, open_heads
+from outrider.propose.base import (
+    DraftNoise,
+    ObservedRows,
+    Proposer,
+    ProposeRequest,
+    ProposerSequence,
+    Requirements,
+    RowStatus,
+)
+from outrider.propose.bridge import Bridge, SameVocabulary
+from outrider.propose.settings import Method, ProposerContext
+from outrider.propose.trees.growth import Growth, grow_by_depth, wanted_places
+
+# --- Drafting with heads that read the target's last hidden state; `medusa` and `blockwise` differ in their layers.
+#
+# Such heads need one row: that of the token before the last one of the text, which every pass of the target brings,
+# whatever stands of its draft. So there is nothing to catch up with. A text whose prompt comes out of the prefix cache
+# has its last prompt token computed anyway, and begins with that row; nothing is computed for the heads' sake.
+
+
+class _Feature(NamedTuple):
+    """What the target left at the last row of a text that is computed.
+
+    Attributes:
+        position: Of the row.
+        hidden: [hidden_size]
+    """
+
+    position: int
+    hidden: Tensor
+
+
+class RowHeadsProposer(Proposer):
+    """Greedy, drawn or coupled chains and trees from heads that are independent of each other, batched over sequences.
+
+    All nodes of one depth are chosen from the probabilities of one head, whatever stands before them in the draft.
+
+    Args:
+        heads: The heads.
+        bridge: From the tokens that they draft to the target's.
+        min_confidence: Nothing is drafted behind a token whose own draft probability is smaller.
+    """
+
+    def __init__(self, heads: RunningHeads, bridge: Bridge, min_confidence: float = 0.0) -> None:
+        self.requires = Requirements(aux_layers=(heads.config.layer,))
+        self._heads = heads
+        self._bridge = bridge
+        self._min_confidence = min_confidence
+        self._features: dict[int, _Feature] = {}
+
+    def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
+        if parent.seq_id in self._features:
+            self._features[child.seq_id] = self._features[parent.seq_id]
+
+    def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        growths = [self._growth(request) for request in requests]
+        begun = [growth for growth in growths if growth.growing]
+        if begun:
+            grow_by_depth(begun, self._logits(begun), noise)
+        return [growth.draft() for growth in growths]
+
+    def observe(self, rows: Sequence[ObservedRows]) -> None:
+        for seen in rows:
+            last = len(seen.sequence.token_ids) - 2  # the row behind which the last token was written
+            for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED):
+                if seen.positions[row] == last:
+                    hidden = seen.aux_hidden_states[self._heads.config.layer][row]
+                    self._features[seen.sequence.seq_id] = _Feature(last, hidden.clone())  # a view would keep all rows
+
+    def finish(self, sequence: ProposerSequence) -> None:
+        self._features.pop(sequence.seq_id, None)
+
+    def _growth(self, request: ProposeRequest) -> Growth:
+        """An empty draft where the row was not seen, as in the first step of a text that the heads are given late."""
+        seen = request.sequence.seq_id in self._features and self._first(request) >= 0
+        depth = min(request.max_depth, self._heads.config.num_heads - self._first(request)) if seen else 0
+        return Growth.of(request, request.budget if seen else 0, depth, self._min_confidence)
+
+    def _first(self, request: ProposeRequest) -> int:
+        """The first head that guesses behind the request's path: one for each token that has come behind the row and the
+        token that was written there."""
+        return request.length - 2 - self._features[request.sequence.seq_id].position
+
+    def _logits(self, growths: Sequence[Growth]) -> list[Tensor]:
+        """By draft: logits [num_places, vocab_size] of the places that it may need."""
+        hidden = torch.stack([self._features[growth.request.sequence.seq_id].hidden for growth in growths])
+        places = [wanted_places(growth, self._first(growth.request)) for growth in growths]
+        logits = self._bridge.logits(self._heads.logits(hidden, max(each.stop for each in places)))
+        return [logits[each.start : each.stop, i] for i, each in enumerate(places)]
+
+
+# --- Settings that all methods with heads from a folder share.
+
+
+class FolderMethod(Method):
+    """Heads from a folder.
+
+    Attributes:
+        model: Local folder of the heads.
+        min_confidence: Nothing is drafted behind a token whose own draft probability is smaller. The token itself stays.
+    """
+
+    name: ClassVar[str] = "heads"
+
+    model: str | None = Field(None, min_length=1, description="Use a local folder.")
+    min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
+
+    def folder(self) -> str:
+        """The folder.
+
+        Raises:
+            InvalidParameterError: None is named.
+        """
+        if self.model is None:
+            remedy = "Give the local folder of heads that were trained for this target."
+            raise InvalidParameterError("model", None, f"method={self.name!r} needs one", remedy)
+        return self.model
+
+
+class HeadMethod(FolderMethod):
+    """Heads that were trained for this target, as this package writes them."""
+
+    def open(self, context: ProposerContext) -> RunningHeads:
+        """The heads.
+
+        Raises:
+            InvalidParameterError: No folder is named, or there is no such folder.
+            ModelLoadError: It holds no heads that can be read.
+            HeadMismatchError: They are of another kind, or were made for another target.
+        """
+        return open_heads(self.folder(), self.name, context.target)
+
+
+# --- Medusa: heads on the target's last hidden state guess several tokens ahead at once (Cai et al. 2024).
+#
+# In the paper a draft is accepted where the target holds it "typical" enough, which changes the output; its heads are
+# used here with our rules, which do not. A head's guess does not depend on the tokens that other heads guess before it.
+#
+# A draft of n tokens reads n output layers, since each head of the paper has one of its own. So its time grows with its
+# length, and `drafts_in_one_pass` stays false.
+
+
+class Medusa(HeadMethod):
+    """Residual heads that were trained for this target guess several tokens ahead, from its own hidden states.
+
+    Attributes:
+        model: Local folder of the heads. A draft is no longer than there are heads.
+    """
+
+    name: ClassVar[str] = "medusa"
+    default_num_draft_tokens: ClassVar[int] = 4
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return RowHeadsProposer(self.open(context), SameVocabulary(context.vocab_size), self.min_confidence)
+
+
+# --- Blockwise parallel decoding (Stern et al. 2018).
+#
+# One hidden layer turns the target's last hidden state into those of tokens further ahead, and the target's own output
+# layer reads them.
+#
+# The paper takes as much of a block as the target would have chosen greedily, which is our walk at temperature 0. At
+# other temperatures our rules keep the output exact, where the paper has nothing to say.
+
+
+class Blockwise(HeadMethod):
+    """A hidden layer that was trained for this target guesses several tokens ahead through the target's output layer.
+
+    Attributes:
+        model: Local folder of the heads. A draft is no longer than there are heads.
+    """
+
+    name: ClassVar[str] = "blockwise"
+    default_num_draft_tokens: ClassVar[int] = 4
+    drafts_in_one_pass: ClassVar[bool] = True
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return RowHeadsProposer(self.open(context), SameVocabulary(context.vocab_size), self.min_confidence)

@@ -1,1 +1,0 @@
-"""Proofs on other engines: whether the distribution of their texts changes when they speculate."""

@@ -1,0 +1,402 @@
+"""Builds the answers to completions and chats: texts, log probabilities and costs, whole or as chunks of a stream."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from outrider.params import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, StreamPiece, TokenOrigin
+from outrider.propose.settings import SpeculationConfig
+from outrider.results import FORCED, RequestStats
+from outrider.server.chat import forces_calls
+from outrider.server.requests import Job, Prompt
+from outrider.server.schemas import ChatRequest, CompletionRequest
+from outrider.server.tools import ToolForm, ToolListener
+
+# --- Builds the answers to completions and chats, whole or as chunks of a stream.
+
+
+class Answer(ABC):
+    """The answer to one request. Choices are numbered prompt by prompt, the samples of a prompt in a row.
+
+    Args:
+        job: What is written.
+        model: What the client calls the model.
+    """
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, job: Job, model: str) -> None:
+        self.job = job
+        self.model = model
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.outputs: dict[int, CompletionOutput] = {}  # by number of the choice, as they end
+        self.num_told = 0  # tokens that the client was told
+
+    def whole(self, found: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer at once."""
+        choices = []
+        for place, request in enumerate(found):
+            for output in map(self._told, request.outputs):
+                number = self.number(place, output.index)
+                self.outputs[number] = output
+                self.num_told += len(output.token_ids)
+                choices.append({**self._choice(number, request, output), **self._extras(place, output)})
+        body = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
+        return {**body, "choices": choices, "usage": self.usage(), "speculation": self.speculation()}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """The chunks that come before the first piece."""
+        return iter(())
+
+    def chunk(self, place: int, piece: StreamPiece) -> dict[str, Any] | None:
+        """The chunk for a piece of a prompt's text; None where there is nothing to tell yet."""
+        piece = self._told_piece(piece)
+        number = self.number(place, piece.index)
+        self.num_told += len(piece.token_ids)
+        if piece.output is not None:
+            self.outputs[number] = piece.output
+        choice = self._delta(number, piece)
+        if choice is None:
+            return None
+        last = len(self.outputs) == self.job.num_sequences
+        return self._chunk([choice], **({"speculation": self.speculation()} if last else {}))
+
+    def _told(self, output: CompletionOutput) -> CompletionOutput:
+        """A completion as the client sees it: without its tokens where he wants none."""
+        if not self.job.is_silent:
+            return output
+        silent = replace(output, text="", token_ids=(), origins=(), finish_reason="length", stop_reason=None)
+        return replace(silent, logprobs=None if output.logprobs is None else (), rounds=None)
+
+    def _told_piece(self, piece: StreamPiece) -> StreamPiece:
+        if not self.job.is_silent:
+            return piece
+        output = None if piece.output is None else self._told(piece.output)
+        logprobs = None if piece.logprobs is None else ()
+        return replace(piece, text="", spans=(), token_ids=(), origins=(), output=output, logprobs=logprobs)
+
+    def closing(self) -> Iterator[dict[str, Any]]:
+        """The chunks that come behind the last piece."""
+        if self.job.asked.includes_usage:
+            yield self._chunk([], usage=self.usage())
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        predicted = self.job.asked.prediction is not None
+        return usage(self.job.num_prompt_tokens, self.outputs.values(), predicted=predicted)
+
+    def speculation(self) -> dict[str, Any]:
+        """What speculation did for this answer."""
+        return speculation(self.job.speculation, self.outputs.values())
+
+    def number(self, place: int, index: int) -> int:
+        """The number of a choice, from its prompt and its sample."""
+        return place * self.job.params.n + index
+
+    @abstractmethod
+    def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+        """A choice of a whole answer."""
+
+    @abstractmethod
+    def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+        """A choice of a chunk; None where there is nothing to tell yet."""
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        body = {"id": self.id, "object": self.chunk_kind, "created": self.created, "model": self.model}
+        so_far = {"usage": self._usage_so_far()} if self.job.asked.includes_usage else {}
+        return {**body, "choices": choices, **so_far, **more}
+
+    def _usage_so_far(self) -> dict[str, int] | None:
+        """What is told before the end; None where only the end is asked for."""
+        if not self.job.asked.includes_usage_so_far:
+            return None
+        num_prompt, num_told = self.job.num_prompt_tokens, self.num_told
+        return {"prompt_tokens": num_prompt, "completion_tokens": num_told, "total_tokens": num_prompt + num_told}
+
+    def _extras(self, place: int, output: CompletionOutput) -> dict[str, Any]:
+        """What the request asked to be told beside the text."""
+        found: dict[str, Any] = {}
+        if self.job.asked.return_token_ids:
+            found["prompt_token_ids"] = list(self.job.prompts[place].token_ids)
+            found["token_ids"] = list(output.token_ids)
+        if self.job.asked.trace:
+            found["trace"] = _trace(output.token_ids, output.origins, output)
+        return found
+
+    def _piece_extras(self, piece: StreamPiece) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.job.asked.return_token_ids:
+            found["token_ids"] = list(piece.token_ids)
+        if self.job.asked.trace:
+            found["trace"] = _trace(piece.token_ids, piece.origins, piece.output)
+        return found
+
+
+class CompletionAnswer(Answer):
+    """The answer of /v1/completions."""
+
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, job: Job, model: str) -> None:
+        super().__init__(job, model)
+        assert isinstance(job.asked, CompletionRequest)
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._echoes, self._count = bool(job.asked.echo), job.asked.logprobs
+
+    def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+        prompt = self._prompt(number)
+        scores: list[PositionLogprobs | None] = [*(request.prompt_logprobs or ()), *(output.logprobs or ())]
+        return {
+            "index": number,
+            "text": (prompt.text if self._echoes else "") + output.text,
+            "logprobs": None if self._count is None else CompletionLogprobs(self._count).shape(scores, prompt.first),
+            **_end(output),
+        }
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Echoes; but where log probabilities are asked for, those of the prompt come with the first piece."""
+        for number in range(self.job.num_sequences if self._echoes and self._count is None else 0):
+            text = self._prompt(number).text
+            yield self._chunk([{"index": number, "text": text, "logprobs": None, **_end(None)}])
+
+    def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+        extras = self._piece_extras(piece)
+        if not (piece.text or piece.output or piece.logprobs or piece.prompt_logprobs or extras):
+            return None
+        text = piece.text if piece.prompt_logprobs is None else self._prompt(number).text + piece.text
+        return {"index": number, "text": text, "logprobs": self._shape(number, piece), **_end(piece.output), **extras}
+
+    def _shape(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+        if self._count is None:
+            return None
+        begun = self._logprobs.setdefault(number, CompletionLogprobs(self._count))
+        scores = [*(piece.prompt_logprobs or ()), *(piece.logprobs or ())]
+        return begun.shape(scores, self._prompt(number).first)
+
+    def _prompt(self, number: int) -> Prompt:
+        return self.job.prompts[number // self.job.params.n]
+
+
+class ChatAnswer(Answer):
+    """The answer of /v1/chat/completions.
+
+    Args:
+        job: What is written.
+        model: What the client calls the model.
+        form: How the model calls tools; None where it knows of none.
+    """
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, job: Job, model: str, form: ToolForm | None) -> None:
+        super().__init__(job, model)
+        assert isinstance(job.asked, ChatRequest)
+        self._form = form
+        self._listeners: dict[int, ToolListener] = {}
+        self._count = job.params.logprobs
+
+    def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+        content, calls = self._hear(number, output.text, last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [{name: part for name, part in call.items() if name != "index"} for call in calls]
+        logprobs = None if self._count is None else chat_logprobs(output.logprobs or (), self._count)
+        return {"index": number, "message": message, "logprobs": logprobs, **_end(output, called=bool(calls))}
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        for number in range(self.job.num_sequences):
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk([{"index": number, "delta": delta, "logprobs": None, **_end(None)}])
+
+    def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+        content, calls = self._hear(number, piece.text, last=piece.output is not None)
+        extras = self._piece_extras(piece)
+        if not (content or calls or piece.output or piece.logprobs or extras):
+            return None
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            delta["tool_calls"] = calls
+        called = number in self._listeners and self._listeners[number].num_calls > 0
+        logprobs = None if self._count is None else chat_logprobs(piece.logprobs or (), self._count)
+        return {"index": number, "delta": delta, "logprobs": logprobs, **_end(piece.output, called=called), **extras}
+
+    def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text for the reader, and the calls, in more of a choice's text."""
+        if self._form is None:
+            return text, []
+        if number not in self._listeners:
+            assert isinstance(self.job.asked, ChatRequest)
+            asked = self.job.asked
+            self._listeners[number] = ToolListener(self._form, only_calls=forces_calls(asked), in_parts=bool(asked.stream))
+        listener = self._listeners[number]
+        found = [listener.hear(text), *([listener.finish()] if last else [])]
+        return "".join(heard.content for heard in found), [call for heard in found for call in heard.calls]
+
+
+def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, Any]:
+    """How a text ended; nothing where it goes on."""
+    if output is None:
+        return {"finish_reason": None, "stop_reason": None}
+    reason = {"cancelled": "abort"}.get(output.finish_reason, output.finish_reason)
+    return {"finish_reason": "tool_calls" if called and reason == "stop" else reason, "stop_reason": output.stop_reason}
+
+
+def _trace(tokens: Sequence[int], origins: Sequence[TokenOrigin], output: CompletionOutput | None) -> dict[str, Any]:
+    """Where tokens came from; at the end of a text also what happened in each round, and what each of its tokens added."""
+    found: dict[str, Any] = {"token_ids": list(tokens), "origins": [str(origin) for origin in origins]}
+    if output is not None:
+        found["rounds"] = [asdict(each) for each in output.rounds or ()]
+        found["texts"] = list(output.texts or ())
+    return found
+
+
+# --- Log probabilities in the two shapes of OpenAI's API: parallel lists for completions, a list of entries for chats.
+
+
+#: JSON has no infinity; vLLM writes this number for a token that was ruled out.
+_LEAST = -9999.0
+
+
+class CompletionLogprobs:
+    """The parallel lists of /v1/completions, whose offsets go on from piece to piece of a stream.
+
+    Args:
+        count: How many of the likeliest tokens are told at each position.
+        offset: Where the first token stands in the text.
+    """
+
+    def __init__(self, count: int, offset: int = 0) -> None:
+        self._count = count
+        self._offset = offset
+
+    def shape(self, positions: Iterable[PositionLogprobs | None], first: str = "") -> dict[str, Any]:
+        """The lists of some positions. None stands for a prompt's first token, which reads `first`."""
+        found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for entry in positions:
+            own = None if entry is None else next(iter(entry.values()))
+            token = first if own is None else own.decoded_token or ""
+            found["text_offset"].append(self._offset)
+            found["token_logprobs"].append(None if own is None else _number(own.logprob))
+            found["tokens"].append(token)
+            found["top_logprobs"].append(None if entry is None else _likeliest_by_text(entry, self._count))
+            self._offset += len(token)
+        return found
+
+
+def chat_logprobs(positions: Iterable[PositionLogprobs], count: int) -> dict[str, Any]:
+    """The entries of /v1/chat/completions.
+
+    Args:
+        positions: Of the tokens.
+        count: How many of the likeliest tokens are told at each.
+    """
+    content = []
+    for entry in positions:
+        own = next(iter(entry.values()))
+        content.append({**_entry(own), "top_logprobs": [_entry(other) for other in _likeliest(entry, count)]})
+    return {"content": content, "refusal": None}
+
+
+def _likeliest(entry: PositionLogprobs, count: int) -> list[Logprob]:
+    """The `count` likeliest of a position; the token that stands there comes first in it, whatever its rank."""
+    return sorted(entry.values(), key=lambda found: found.rank)[:count]
+
+
+def _likeliest_by_text(entry: PositionLogprobs, count: int) -> dict[str, float]:
+    """The token that stands there and the likeliest ones, as in vLLM; of tokens that read alike the likelier one."""
+    found: dict[str, float] = {}
+    own = next(iter(entry.values()))
+    for other in (own, *_likeliest(entry, count)):
+        found.setdefault(other.decoded_token or "", _number(other.logprob))
+    return found
+
+
+def _entry(found: Logprob) -> dict[str, Any]:
+    token = found.decoded_token or ""
+    # A token that holds part of a character has no text of its own, and its text does not tell its bytes.
+    return {
+        "token": token,
+        "logprob": _number(found.logprob),
+        "bytes": None if "\ufffd" in token else list(token.encode()),
+    }
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
+
+# --- Reports the cost of a response, and what speculation did for it.
+
+
+def usage(num_prompt_tokens: int, outputs: Iterable[CompletionOutput], *, predicted: bool) -> dict[str, Any]:
+    """OpenAI's usage object. Drafts count in it only where the caller predicted the text.
+
+    Args:
+        num_prompt_tokens: Of all prompts.
+        outputs: All samples.
+        predicted: Whether the request brought a prediction.
+    """
+    found = tuple(outputs)
+    num_tokens, stats = sum(len(output.token_ids) for output in found), total(found)
+    answer: dict[str, Any] = {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": min(stats.num_cached_tokens, num_prompt_tokens)},
+    }
+    if predicted:  # and what a structure forces is predicted by nobody
+        drafted = stats.num_draft_tokens - stats.drafted_by_method.get(FORCED, 0)
+        accepted = stats.num_accepted_tokens - stats.accepted_by_method.get(FORCED, 0)
+        answer["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
+    return answer
+
+
+def speculation(config: SpeculationConfig, outputs: Iterable[CompletionOutput]) -> dict[str, Any]:
+    """What was drafted for a response and what stood: by position of a draft, by method, and inside stages."""
+    stats = total(outputs)
+    return {
+        "method": config.name,
+        "target_passes": stats.num_target_passes,
+        "drafts": stats.num_drafts,
+        "draft_tokens": stats.num_draft_tokens,
+        "accepted_tokens": stats.num_accepted_tokens,
+        "drafted_per_position": stats.drafted_per_position,
+        "accepted_per_position": stats.accepted_per_position,
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "by_method": {
+            name: {"draft_tokens": drafted, "accepted_tokens": stats.accepted_by_method[name]}
+            for name, drafted in stats.drafted_by_method.items()
+        },
+        "stages": {
+            name: {
+                "passes": passes,
+                "draft_tokens": stats.drafted_by_stage[name],
+                "accepted_tokens": stats.accepted_by_stage[name],
+            }
+            for name, passes in stats.passes_by_stage.items()
+        },
+        "proposer_faults": stats.num_proposer_faults,
+    }
+
+
+def total(outputs: Iterable[CompletionOutput]) -> RequestStats:
+    """The counts of several samples together."""
+    found = RequestStats()
+    for output in outputs:
+        found.add(output.stats)
+    return found

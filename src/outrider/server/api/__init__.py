@@ -1,1 +1,0 @@
-"""OpenAI's API: shapes of requests, what they mean, and the answers."""

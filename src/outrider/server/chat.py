@@ -1,0 +1,178 @@
+"""Converts the messages of a chat request to the input of a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
+from outrider.params import StructuredOutputs
+from outrider.prompts import PromptEncoder
+from outrider.server.schemas import ChatRequest, Message
+from outrider.server.tools import CLOSE, ToolForm, calls_grammar, tool_form
+
+Compile = Callable[[StructuredOutputs], object]
+
+
+def conversation(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as templates know them: contents are texts, arguments of calls are objects, empty fields are left out.
+
+    Raises:
+        InvalidPromptError: There is no message, or the arguments of a call are no JSON.
+    """
+    if not messages:
+        remedy = 'Use a list of messages like {"role": "user", "content": "..."}.'
+        raise InvalidPromptError("messages", messages, "there is no message", remedy)
+    return [_message(message, place) for place, message in enumerate(messages)]
+
+
+def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:
+    """The token ids of a chat request, with the turn handed to the model.
+
+    Raises:
+        InputError: The model has no chat template, or its template refuses the messages.
+    """
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if wanted_tools(asked) else None
+    settings = asked.chat_template_kwargs or {}
+    taken = signature(_template_of(prompts).apply_chat_template).parameters.keys()
+    for name in sorted(settings.keys() & (taken | {"self", "conversations", "messages", "chat_template"})):
+        raise InvalidParameterError("chat_template_kwargs", name, "it is no variable of a template", "Leave it out.")
+    if asked.reasoning_effort is not None:
+        settings = {
+            "reasoning_effort": asked.reasoning_effort,
+            **settings,
+        }  # a template that does not know it passes it over
+    return prompts.encode_conversation(conversation(asked.messages), tools=tools, **settings)[1]
+
+
+def wanted_tools(asked: ChatRequest) -> bool:
+    """Whether the model is to know of the tools.
+
+    Raises:
+        ContradictionError: There are no tools to choose from.
+    """
+    if asked.tool_choice is not None and not asked.tools and asked.tool_choice != "none":
+        raise ContradictionError("tool_choice", asked.tool_choice, "there are no tools", "Give tools, or leave it out.")
+    return bool(asked.tools) and asked.tool_choice != "none"
+
+
+def form_of(asked: ChatRequest, prompts: PromptEncoder) -> ToolForm | None:
+    """How calls of tools are written in the answer; None where no tools are wanted."""
+    return tool_form(_template_of(prompts).chat_template) if wanted_tools(asked) else None
+
+
+def forces_calls(asked: ChatRequest) -> bool:
+    """Whether the answer has to be nothing but calls."""
+    return wanted_tools(asked) and asked.tool_choice not in (None, "auto")
+
+
+def forced_calls(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
+    """The grammar of the calls that the answer has to be; None where the model decides whether it calls a tool.
+
+    Raises:
+        InputError: The choice of a tool is none of those there are.
+    """
+    form = form_of(asked, prompts)
+    if form is None or not forces_calls(asked):
+        return None
+    several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
+    return calls_grammar(form, {name: schema for name, (_, schema) in _choices(asked).items()}, several=several)
+
+
+def blamed_tool(asked: ChatRequest, error: InvalidParameterError, compile_structure: Compile) -> InvalidParameterError:
+    """What a request is told where the grammar of its calls is refused: which tool it is about, in the request's own words.
+
+    Args:
+        asked: A request that forces calls.
+        error: Why their grammar was refused.
+        compile_structure: Raises InvalidParameterError where a structure by itself is refused.
+    """
+    choices = _choices(asked)
+    for name, (place, schema) in choices.items():
+        try:
+            compile_structure(StructuredOutputs(json_schema=schema or {"type": "object"}))
+        except InvalidParameterError as found:
+            field = f"tools.{place}.function.parameters"
+            return InvalidParameterError(field, schema, f"the schema of the tool {name!r}: {found.problem}", found.remedy)
+    names, remedy = ", ".join(choices), "Give fewer tools, or smaller schemas."
+    return InvalidParameterError("tools", names, f"their schemas together are refused: {error.problem}", remedy)
+
+
+def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any] | None]]:
+    """The tools that may be called: the place of each, and the schema of its arguments."""
+    found = {tool.function.name: (place, tool.function.parameters) for place, tool in enumerate(asked.tools or ())}
+    if asked.tool_choice == "required":
+        return found
+    name = _named(asked.tool_choice)
+    if name not in found:
+        remedy = f"Use auto, none, required, or one of the tools: {', '.join(sorted(found))}."
+        raise InvalidParameterError("tool_choice", asked.tool_choice, "no such choice", remedy)
+    return {name: found[name]}
+
+
+def only_call_ends_with(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
+    """The string at which a text has to stop so that it has one call at most; None where that is not asked for, or where a
+    grammar sees to it.
+
+    Raises:
+        UnsupportedParameterError: Calls in the form of this model have no end of their own.
+    """
+    if asked.parallel_tool_calls is not False or asked.tool_choice not in (None, "auto"):
+        return None
+    form = form_of(asked, prompts)
+    if form == "llama":
+        problem = "calls in Llama's form have no end that the text could stop at"
+        raise UnsupportedParameterError("parallel_tool_calls", False, problem, "Leave it out, or set tool_choice.")
+    return None if form is None else CLOSE
+
+
+def _named(choice: Any) -> str | None:
+    """The function that {"type": "function", "function": {"name": ...}} names."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def check_template(prompts: PromptEncoder) -> None:
+    """Raise InvalidParameterError where the model cannot converse."""
+    _template_of(prompts)
+
+
+def _template_of(prompts: PromptEncoder) -> Any:
+    """The tokenizer, which has a chat template."""
+    if getattr(prompts.tokenizer, "chat_template", None) is None:
+        remedy = "Use /v1/completions, or start the server with --chat-template FILE."
+        raise InvalidParameterError("messages", "...", "the model of this server has no chat template", remedy)
+    return prompts.tokenizer
+
+
+def _message(message: Message, place: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": _text(message)}
+    for name in ("name", "tool_call_id"):
+        if getattr(message, name) is not None:
+            found[name] = getattr(message, name)
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, place)},
+            }
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def _text(message: Message) -> str:
+    content = message.content
+    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+def _arguments(written: str, place: int) -> Any:
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError):
+        field = f"messages.{place}.tool_calls"
+        raise InvalidPromptError(field, written, "the arguments are no JSON", "Give a JSON object as text.") from None

@@ -1,0 +1,335 @@
+"""Routes requests to replicas: Ray Serve's interface, prefixes that were read, capacity, and joined metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import sys
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from outrider.errors import InvalidParameterError, ModelTooLargeError, UnsupportedParameterError
+from outrider.loading.fit import Needs, available_bytes
+from outrider.loading.sources import usable_device
+
+# --- Adapts our router to Ray Serve's interface.
+
+
+class PrefixRouter(RequestRouter):
+    """Sends a request where the longest beginning of its prompt was read, and otherwise to the least loaded replica."""
+
+    def initialize_state(self, slack: int, **_: Any) -> None:
+        """Called by Ray Serve before the first request; see PrefixIndex for `slack`."""
+        self._index: PrefixIndex[ReplicaID] = PrefixIndex(slack)
+        self._loads: Counter[ReplicaID] = Counter()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Replicas in the order in which they are to be tried, each a rank of its own."""
+        pieces = _pieces(pending_request)
+        replicas = {replica.replica_id: replica for replica in candidate_replicas}
+        ranked = self._index.choose(pieces, {replica: self._loads[replica] for replica in replicas})
+        # Noted now, and not when it was sent: the next request with this beginning may come before that.
+        self._index.add(ranked[0], pieces)
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # wait a while before all are tried again
+        return [[replicas[replica]] for replica in ranked]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """A request has gone to a replica."""
+        super().on_send_request(replica_id)
+        self._loads[replica_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A replica has answered, or has failed to."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._loads[replica_id] = max(0, self._loads[replica_id] - 1)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Replicas have come or gone."""
+        super().update_replicas(replicas)
+        alive = [replica.replica_id for replica in replicas]
+        self._index.keep(alive)
+        self._loads = Counter({replica: self._loads[replica] for replica in alive})
+
+
+def _pieces(pending_request: PendingRequest | None) -> Sequence[bytes]:
+    args = () if pending_request is None else pending_request.args
+    return args[0].beginnings if args and isinstance(args[0], Parcel) else ()
+
+
+# --- Messages between the ingress and the engines.
+
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A request, read and parsed as far as routing needs it.
+
+    Attributes:
+        method: Of HTTP.
+        path: Without the query.
+        query: As it came.
+        headers: As they came.
+        body: All of it.
+        beginnings: The beginnings of its prompt, as `prefixes.beginnings` tells them.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: Headers
+    body: bytes
+    beginnings: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How an answer begins.
+
+    Attributes:
+        status: Of HTTP.
+        headers: Of the answer.
+        part: The first bytes of its body.
+    """
+
+    status: int
+    headers: Headers
+    part: bytes
+
+
+# --- Routes requests to the replica that has read the beginning of their prompt.
+
+
+#: Bytes of a piece: 16 token ids, which is a block of the KV memory, or as many letters of a text.
+PIECE_BYTES = 64
+#: Pieces of a prompt that are looked at: 64 KiB.
+_MOST_PIECES = 1024
+#: Pieces that are remembered of a replica: 4 MiB of text. What was used longest ago is forgotten first.
+_MEMORY = 2**16
+
+Replica = TypeVar("Replica", bound=Hashable)
+
+
+def beginnings(body: bytes, namespace: str | None) -> tuple[bytes, ...]:
+    """Digests of the beginnings of a request's first prompt, each a piece longer than the one before.
+
+    Args:
+        body: The request. One that cannot be read, or has no prompt, has no beginnings; the engine says what is wrong.
+        namespace: Whose it is. Caches are never shared between namespaces.
+    """
+    try:
+        text = _first_prompt(json.loads(body.decode("utf-8-sig")))
+    except (ValueError, RecursionError, OverflowError, TypeError):
+        return ()
+    state, found = blake2b(repr(namespace).encode(), digest_size=8), []
+    for start in range(0, min(len(text), _MOST_PIECES * PIECE_BYTES) - PIECE_BYTES + 1, PIECE_BYTES):
+        state.update(text[start : start + PIECE_BYTES])
+        found.append(state.digest())
+    return tuple(found)
+
+
+def _first_prompt(body: Any) -> bytes:
+    if not isinstance(body, dict):
+        return b""
+    if "messages" in body:  # tools stand before the conversation in the usual templates
+        return json.dumps([body.get("tools"), body["messages"]]).encode()
+    prompt = body.get("prompt", "")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    return prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else array("I", prompt).tobytes()
+
+
+class PrefixIndex(Generic[Replica]):
+    """The beginnings that each replica was given.
+
+    Args:
+        slack: A replica that has read the longest beginning is passed over where so many more requests run there than at
+            the least loaded one.
+    """
+
+    def __init__(self, slack: int) -> None:
+        self._slack = slack
+        self._known: dict[Replica, OrderedDict[bytes, None]] = {}
+
+    def choose(self, pieces: Sequence[bytes], loads: Mapping[Replica, int]) -> list[Replica]:
+        """All replicas, the best one for a request first, the others by their load.
+
+        Args:
+            pieces: The beginnings of its prompt.
+            loads: The requests that each replica has now; one replica at least.
+        """
+        ranked = sorted(loads, key=lambda replica: (loads[replica], random.random()))
+        best = max(ranked, key=lambda replica: self._matched(replica, pieces))  # the least loaded one of the equal ones
+        if loads[best] - loads[ranked[0]] < self._slack:
+            ranked.remove(best)
+            ranked.insert(0, best)
+        return ranked
+
+    def add(self, replica: Replica, pieces: Sequence[bytes]) -> None:
+        """A replica reads these beginnings."""
+        known = self._known.setdefault(replica, OrderedDict())
+        for piece in reversed(pieces):  # so that a beginning is never forgotten before what goes on from it
+            known[piece] = None
+            known.move_to_end(piece)
+        while len(known) > _MEMORY:
+            known.popitem(last=False)
+
+    def keep(self, replicas: Sequence[Replica]) -> None:
+        """Forget all other replicas."""
+        self._known = {replica: known for replica, known in self._known.items() if replica in replicas}
+
+    def _matched(self, replica: Replica, pieces: Sequence[bytes]) -> int:
+        known = self._known.get(replica, OrderedDict())
+        return next((number for number, piece in enumerate(pieces) if piece not in known), len(pieces))
+
+
+# --- Checks whether the machine has room for the replicas, and divides it among them.
+
+
+#: The part of the free memory that keys and values get where their size is not given, as for a single engine.
+_KV_SHARE = 0.25
+_REACHING_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine that replicas may run on.
+
+    Attributes:
+        memory_bytes: What is free there.
+        num_cpus: Its cores.
+    """
+
+    memory_bytes: int
+    num_cpus: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a replica gets.
+
+    Attributes:
+        kv_tokens: Tokens of keys and values; None where it is not known what a token takes.
+        num_threads: Threads of its engine.
+        per_machine: Replicas of a machine.
+    """
+
+    kv_tokens: int | None
+    num_threads: int
+    per_machine: int
+
+
+def threads_of(shared: Share) -> str:
+    """Threads of each replica: what the variable OMP_NUM_THREADS says, or its share of the cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(shared.num_threads))
+
+
+def own_machine(device: str | None) -> Machine:
+    """This machine.
+
+    Args:
+        device: As LLM takes it.
+
+    Raises:
+        UnsupportedParameterError: It is no CPU.
+    """
+    found = usable_device(device)
+    if found.type != "cpu":
+        problem = "replicas run on CPUs so far"
+        raise UnsupportedParameterError("device", str(found), problem, 'Use "cpu", or leave --replicas out.')
+    free = available_bytes(found)
+    return Machine(sys.maxsize if free is None else free, len(os.sched_getaffinity(0)))
+
+
+def check_cluster(address: str) -> None:
+    """Raise where no cluster can be reached, since Ray itself would go on to try for many minutes.
+
+    Args:
+        address: Of its first machine.
+
+    Raises:
+        InvalidParameterError: Nobody listens there, or it is no address.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _REACHING_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        remedy = "Use host:port of a machine on which ray start --head runs, or leave the variable out."
+        raise InvalidParameterError("RAY_ADDRESS", address, f"no cluster is there ({error})", remedy) from None
+
+
+def share(
+    model: str, found: Sequence[Needs], count: int, machines: Sequence[Machine], kv_tokens: int | None, most_tokens: int
+) -> Share:
+    """What each replica gets. Machines get equally many, so the smallest one decides.
+
+    Args:
+        model: The name of the target, for errors.
+        found: What each model of a replica needs, the target's first.
+        count: Replicas.
+        machines: One at least.
+        kv_tokens: Tokens of keys and values that each replica is to have; None for a share of the free memory.
+        most_tokens: More than these are of no use to a replica.
+
+    Raises:
+        ModelTooLargeError: So many do not fit.
+    """
+    per_machine = -(-count // len(machines))
+    available = min(machine.memory_bytes for machine in machines)
+    weights, per_token = sum(each.weight_bytes for each in found), sum(each.kv_token_bytes for each in found)
+    kv = max(1, kv_tokens or 0) * per_token
+    if per_machine * (weights + kv) > available:
+        fitting = available // (weights + kv) * len(machines)
+        keys = f" and {kv / 1e9:.2f} GB for keys and values" if kv_tokens else ""
+        problem = (
+            f"{count} replicas are {per_machine} on a machine, each needs {weights / 1e9:.2f} GB for weights{keys}, "
+            f"and {available / 1e9:.2f} GB of memory are available there"
+        )
+        remedy = f"Use --replicas {fitting} or less." if fitting else "Use a smaller model, or a machine with more memory."
+        raise ModelTooLargeError(model, problem, remedy, weights, kv, available)
+    if kv_tokens is None and per_token:
+        room = _KV_SHARE * (available / per_machine - weights)
+        kv_tokens = max(1, min(most_tokens, int(room / per_token)))
+    return Share(kv_tokens, max(1, min(machine.num_cpus for machine in machines) // per_machine), per_machine)
+
+
+# --- Joins the metrics of all replicas into one text.
+
+
+def merged(texts: Sequence[tuple[str, str]]) -> bytes:
+    """The metrics of all replicas, each series with a label `replica` more.
+
+    Args:
+        texts: The name of each replica, and its metrics as Prometheus reads them.
+    """
+    families: dict[str, Metric] = {}
+    for replica, text in texts:
+        for found in text_string_to_metric_families(text):
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            family.samples += [sample._replace(labels={"replica": replica, **sample.labels}) for sample in found.samples]
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Found(families))
+    return generate_latest(registry)
+
+
+class _Found(Collector):
+    def __init__(self, families: dict[str, Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return iter(self._families.values())

@@ -1,0 +1,521 @@
+"""From a checked request to the engine's settings: its parameters, its tenant, and its limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from outrider.config import Frozen, nearest
+from outrider.engine.admission import check_prompt_ids
+from outrider.errors import ContradictionError, InputError, InvalidParameterError, UnsupportedParameterError
+from outrider.params import SamplingParams, StructuredOutputs
+from outrider.prompts import PromptEncoder
+from outrider.propose.ngram import Prediction
+from outrider.propose.settings import PLAIN, SpeculationConfig
+from outrider.propose.tree import MAX_ROWS
+from outrider.server.chat import encode, forced_calls, only_call_ends_with
+from outrider.server.errors import ApiError
+from outrider.server.schemas import MAX_LOGPROBS, ChatRequest, CommonRequest, CompletionRequest
+
+# --- The methods that a request may name: those that the server offers by name, since a request must not load a file.
+
+
+#: What a request may change. A method's own settings would make another proposer, with memory of its own.
+CHANGEABLE = ("num_draft_tokens", "tree", "rule", "draft_sampling")
+#: What would be right, where SpeculationConfig says it in Python.
+_IN_JSON = {
+    "num_draft_tokens": f'Use 1 to {MAX_ROWS}; "speculation": "off" turns drafting off.',
+    "tree": f'Use children by depth, like [3, 2, 1], up to {MAX_ROWS} nodes, "best_first" or "sequoia", '
+    "with a method that drafts trees.",
+}
+
+
+class AllowedMethods:
+    """The methods of a server.
+
+    Args:
+        usual: Who drafts where a request does not say.
+        others: What requests may ask for beside it, one for each name.
+
+    Raises:
+        ContradictionError: Two of them have one name.
+    """
+
+    def __init__(self, usual: SpeculationConfig, others: Sequence[SpeculationConfig] = ()) -> None:
+        self.usual, self._others = usual, tuple(others)
+        self._by_name = {config.name: config for config in (usual,) if config.enabled}
+        for config in others:
+            if config.name in self._by_name:
+                problem = "another method of this name is there already"
+                raise ContradictionError("allow", config.name, problem, "Give each method once.")
+            self._by_name[config.name] = config
+        if usual.engine_chooses:  # what the engine may choose, a request may choose, too
+            for member in usual.candidates:
+                self._by_name.setdefault(member.name, member)
+        self._by_name.setdefault(Prediction.name, SpeculationConfig(method=Prediction()))
+
+    def with_usual(self, usual: SpeculationConfig) -> AllowedMethods:
+        """The same with other settings for requests that do not say. Raises ContradictionError as above."""
+        return AllowedMethods(usual, self._others)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request may name."""
+        return ("off", *sorted(self._by_name))
+
+    def of(self, asked: str | Mapping[str, Any] | None, *, predicted: bool) -> SpeculationConfig:
+        """The settings that a request asks for.
+
+        Args:
+            asked: Its field `speculation`: None, "off", a method's name, or a mapping.
+            predicted: Whether it brings a prediction; then the method `prediction` drafts.
+
+        Raises:
+            InputError: The method is none of the server's, or a setting may not be changed.
+        """
+        settings = {"method": asked} if isinstance(asked, str) else dict(asked or {})
+        field = "speculation" if isinstance(asked, str) else "speculation.method"
+        name = settings.pop("method", Prediction.name if predicted else self.usual.name)
+        if predicted and name != Prediction.name:
+            problem = "the text that the request predicts is drafted by the method prediction"
+            raise ContradictionError("speculation", name, problem, "Leave one of them out.")
+        for setting, value in settings.items():
+            if setting not in CHANGEABLE:
+                remedy = f"{nearest(setting, ('method', *CHANGEABLE))}A request may change {', '.join(CHANGEABLE)}."
+                raise InvalidParameterError(f"speculation.{setting}", value, "not a setting of a request", remedy)
+        config = self._named(name, field)
+        return _changed(config, settings) if settings else config
+
+    def _named(self, name: object, field: str) -> SpeculationConfig:
+        if name in ("off", "none"):
+            return PLAIN
+        if not isinstance(name, str) or name not in self._by_name:
+            remedy = f"Requests to this server may name: {', '.join(self.names)}."
+            raise InvalidParameterError(field, name, "no method of this server", remedy)
+        return self._by_name[name]
+
+
+def _changed(config: SpeculationConfig, settings: Mapping[str, Any]) -> SpeculationConfig:
+    """The settings with some of a request's own, whose errors have the names and the forms of a request."""
+    try:
+        return config.replace(**settings)
+    except InputError as error:
+        value = settings.get(error.field, error.value)
+        remedy = _IN_JSON.get(error.field, error.remedy)
+        raise type(error)(f"speculation.{error.field}", value, error.problem, remedy) from None
+
+
+# --- Settings of the server, beside the model.
+
+
+class ServerSettings(Frozen):
+    """Address, names and limits.
+
+    Attributes:
+        model_name: What clients call the model.
+        hosts: What requests may name as Host; None for anything. See `access.allowed_hosts`.
+        origins: Where pages may be from that ask, beside this server; "*" for anywhere.
+        max_queue: Sequences that may wait beside those that run; further requests are refused with 429.
+        max_n: Samples, prompts times n, of one request.
+        max_stops: Stop strings of one request.
+        max_list_items: Entries of logit_bias, bad_words, stop_token_ids or allowed_token_ids, each by itself.
+        max_list_characters: Of the texts in stop, and of those in bad_words.
+        max_body_bytes: Of one request.
+        max_body_values: Names and values in the body of one request; reading them takes time in which nothing else is read.
+        max_structure_bytes: Of a JSON schema, regular expression or grammar.
+        step_seconds: An engine that has been at work on one step for so long hangs, and is of no use any more.
+        request_seconds: After so long a request is ended with an error; None for no limit.
+    """
+
+    model_name: str = Field(min_length=1, description="Use a name.")
+    hosts: tuple[str, ...] | None = None
+    origins: tuple[str, ...] = ()
+    max_queue: int = Field(256, ge=0, description="Use 0 or more.")
+    max_n: int = Field(16, ge=1, description="Use 1 or more.")
+    max_stops: int = Field(16, ge=0, description="Use 0 or more.")
+    max_list_items: int = Field(1024, ge=0, description="Use 0 or more.")
+    max_list_characters: int = Field(16 * 2**10, ge=0, description="Use 0 or more.")
+    max_body_bytes: int = Field(4 * 2**20, ge=1, description="Use 1 or more.")
+    max_body_values: int = Field(100_000, ge=1, description="Use 1 or more.")
+    max_structure_bytes: int = Field(64 * 2**10, ge=1, description="Use 1 or more.")
+    step_seconds: float = Field(120.0, gt=0, description="Use a number of seconds above 0.")
+    request_seconds: float | None = Field(None, gt=0, description="Use a number of seconds above 0, or None.")
+
+
+# --- Job: a checked request with its prompts as tokens, its parameters and its tenant.
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is completed.
+
+    Attributes:
+        token_ids: Never changed by the engine.
+        text: As it was given, or as the tokens read; empty where nobody wants it back.
+        first: How the first token reads.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str = ""
+    first: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the engine is asked to write.
+
+    Attributes:
+        asked: The request.
+        prompts: One or more, and `params.n` samples of each.
+        params: For all of them.
+        speculation: Who drafts.
+        namespace: Whose it is.
+        is_silent: Whether no token is told: only the prompt and its log probabilities are wanted.
+        is_recorded: Whether somebody else than the client wants to know of its rounds.
+    """
+
+    asked: CommonRequest
+    prompts: tuple[Prompt, ...]
+    params: SamplingParams
+    speculation: SpeculationConfig
+    namespace: str | None
+    is_silent: bool = False
+    is_recorded: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    @property
+    def num_sequences(self) -> int:
+        """Texts that are written."""
+        return len(self.prompts) * self.params.n
+
+    def options(self) -> dict[str, Any]:
+        """What AsyncLLM takes beside a prompt and parameters."""
+        return {
+            "speculation": self.speculation,
+            "namespace": self.namespace,
+            "trace": bool(self.asked.trace) or self.is_recorded,
+            "prediction": self.asked.predicted,
+            "priority": self.asked.priority or 0,
+        }
+
+
+@dataclass(frozen=True)
+class JobMaker:
+    """Makes jobs of requests, in any thread.
+
+    Attributes:
+        prompts: Encodes.
+        defaults: The model's own parameters.
+        longest: Tokens that a text may have, prompt and output together.
+        allowed: The methods of the server.
+        settings: Its limits.
+        vocab_size: Token ids that the model knows.
+        text_start: What every text begins with, where an encoder reads the prompt; None where it begins with the prompt.
+    """
+
+    prompts: PromptEncoder
+    defaults: SamplingParams
+    longest: int
+    allowed: AllowedMethods
+    settings: ServerSettings
+    vocab_size: int
+    text_start: tuple[int, ...] | None = None
+
+    def make(self, asked: CommonRequest, namespace: str | None) -> Job:
+        """A request with all that can be known of it before the engine sees it.
+
+        Raises:
+            InputError: Something in it cannot be served.
+        """
+        self.check_size(asked)
+        found = self._prompts(asked)
+        begun = max(len(prompt.token_ids) for prompt in found) if self.text_start is None else len(self.text_start)
+        room = self.longest - begun
+        params = sampling(asked, self.defaults, room, self.settings)
+        if isinstance(asked, ChatRequest):
+            params = self._with_calls(asked, params)
+        speculation = self.allowed.of(asked.speculation, predicted=asked.predicted is not None)
+        return Job(asked, found, params, speculation, namespace, is_silent=asked.max_tokens == 0)
+
+    def _with_calls(self, asked: ChatRequest, params: SamplingParams) -> SamplingParams:
+        """The parameters with which the text has the calls of tools that the request asks for."""
+        grammar, end = forced_calls(asked, self.prompts), only_call_ends_with(asked, self.prompts)
+        if grammar is not None:
+            if params.structured_outputs is not None:
+                problem = "the text cannot be a call and have a structure of its own"
+                raise ContradictionError("tool_choice", asked.tool_choice, problem, "Leave one of them out.")
+            check_size("tools", grammar, self.settings)
+            params = params.replace(structured_outputs=StructuredOutputs(grammar=grammar))
+        return params if end is None else params.replace(stop=(*params.stop, end))
+
+    def check_size(self, asked: CommonRequest) -> int:
+        """The number of texts that a request asks for; known before its prompts are encoded.
+
+        Raises:
+            InvalidParameterError: There are too many, or none, or a list of the request is too large.
+        """
+        check_lists(asked, self.settings)
+        num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
+        num_samples = 1 if asked.n is None else asked.n
+        num_texts = num_prompts * num_samples
+        if not 1 <= num_texts <= self.settings.max_n:
+            prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
+            samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+            problem = f"{prompts} with {samples} each make {num_texts} in all"
+            remedy = f"Ask for 1 to {self.settings.max_n} texts at a time."
+            raise InvalidParameterError("n", asked.n, problem, remedy)
+        return num_texts
+
+    def _prompts(self, asked: CommonRequest) -> tuple[Prompt, ...]:
+        if isinstance(asked, ChatRequest):
+            return (Prompt(encode(asked, self.prompts)),)
+        assert isinstance(asked, CompletionRequest)
+        if asked.echo and self.text_start is not None:
+            problem = "an encoder reads the prompt, which is no part of the text"
+            raise UnsupportedParameterError("echo", asked.echo, problem, "Leave it out.")
+        special = asked.add_special_tokens is not False
+        encoded = [self.prompts.encode(prompt, add_special_tokens=special) for prompt in asked.prompts]
+        return tuple(self._prompt(text, tokens, echoed=bool(asked.echo)) for text, tokens in encoded)
+
+    def _prompt(self, text: str | None, tokens: tuple[int, ...], *, echoed: bool) -> Prompt:
+        tokenizer = self.prompts.tokenizer
+        if not echoed or tokenizer is None:
+            return Prompt(tokens)
+        check_prompt_ids(tokens, self.vocab_size)  # now: a tokenizer reads no others back
+        shown = tokenizer.decode(tokens, skip_special_tokens=True) if text is None else text
+        return Prompt(tokens, shown, tokenizer.decode(tokens[:1]))
+
+
+# --- Translates requests to the engine's settings, and the engine's errors back to the request's field names.
+
+
+#: Fields that have the same name and meaning inside.
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+)
+#: What structured_outputs calls the kinds of structure, and their names inside.
+_STRUCTURES = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+#: What OpenAI's API writes of a completion where nobody says how much.
+_COMPLETION_TOKENS = 16
+
+
+def sampling(asked: CommonRequest, defaults: SamplingParams, room: int, settings: ServerSettings) -> SamplingParams:
+    """The parameters of a request.
+
+    Args:
+        asked: The request.
+        defaults: The model's own, for what the request leaves open.
+        room: Tokens that may be written behind its prompt.
+        settings: The server's limits.
+
+    Raises:
+        InputError: A value is out of range, or settings contradict each other.
+    """
+    given = {name: getattr(asked, name) for name in _SAME if getattr(asked, name) is not None}
+    if given.get("stop") in ("", []):
+        del given["stop"]  # clients that mean none
+    found = structure(asked, settings)
+    if found is not None:
+        given["structured_outputs"] = found
+    return defaults.replace(**given, **_max_tokens(asked, defaults, room), **_logprobs(asked))
+
+
+def structure(asked: CommonRequest, settings: ServerSettings) -> StructuredOutputs | None:
+    """What the output must look like; None where it is free.
+
+    Raises:
+        InputError: Several kinds of structure are asked for, or one that is malformed or too large.
+    """
+    found = {**_response_format(asked), **_guided(asked)}
+    if not found:
+        return None
+    if len(found) > 1:
+        names = sorted(found)
+        raise ContradictionError(names[0], names, f"{len(names)} kinds of structure at a time", "Give one of them.")
+    ((name, value),) = found.items()
+    check_size(name, value, settings)
+    return StructuredOutputs(**value)
+
+
+def check_size(name: str, structure: Any, settings: ServerSettings) -> None:
+    """Raise InvalidParameterError where a structure is larger than the server allows."""
+    size = len(json.dumps(structure))
+    if size > settings.max_structure_bytes:
+        remedy = f"Use up to {settings.max_structure_bytes:,} bytes."
+        raise InvalidParameterError(name, "...", f"{size:,} bytes are too many", remedy)
+
+
+def field_names(asked: CommonRequest) -> dict[str, str]:
+    """What this request calls fields that have other names inside."""
+    found = {"prompt_token_ids": "prompt", **{name: f"speculation.{name}" for name in CHANGEABLE}}
+    for name in ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+        if getattr(asked, name) is not None:
+            found |= dict.fromkeys(("structured_outputs", "json_schema", "regex", "choice", "grammar"), name)
+    if asked.structured_outputs is not None:
+        found |= {inner: f"structured_outputs.{name}" for name, inner in _STRUCTURES.items()}
+    if isinstance(asked, ChatRequest):
+        if asked.tools and asked.tool_choice not in (None, "auto", "none"):
+            found |= dict.fromkeys(("structured_outputs", "grammar"), "tools")
+        found["prompt"] = "messages"
+        found["logprobs"] = "top_logprobs"
+        if asked.max_completion_tokens is not None:
+            found["max_tokens"] = "max_completion_tokens"
+    return found
+
+
+def _response_format(asked: CommonRequest) -> dict[str, dict[str, Any]]:
+    given = asked.response_format
+    if given is None or given.type == "text":
+        return {}
+    if given.type == "json_object":
+        return {"response_format": {"json_object": True}}
+    if given.json_schema is None or given.json_schema.schema_ is None:
+        remedy = 'Give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.'
+        raise InvalidParameterError("response_format.json_schema", None, "there is no schema", remedy)
+    return {"response_format": {"json_schema": given.json_schema.schema_}}
+
+
+def _guided(asked: CommonRequest) -> dict[str, dict[str, Any]]:
+    """vLLM's names, the older ones and the newer one."""
+    found: dict[str, dict[str, Any]] = {}
+    older = {
+        "guided_json": "json_schema",
+        "guided_regex": "regex",
+        "guided_choice": "choice",
+        "guided_grammar": "grammar",
+    }
+    for name, inner in older.items():
+        value = getattr(asked, name)
+        if value is not None:
+            found[name] = {inner: value}
+    if asked.structured_outputs is not None:
+        given = asked.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        given = {name: value for name, value in given.items() if value is not False}
+        if len(given) != 1:
+            problem = f"{len(given)} kinds of structure at a time"
+            remedy = f"Give exactly one of {', '.join(_STRUCTURES)}."
+            raise ContradictionError("structured_outputs", sorted(given), problem, remedy)
+        found["structured_outputs"] = {_STRUCTURES[name]: value for name, value in given.items()}
+    return found
+
+
+def _max_tokens(asked: CommonRequest, defaults: SamplingParams, room: int) -> dict[str, int]:
+    """The request's, or the model's own, or OpenAI's: 16 for a completion, what there is room for in a chat."""
+    given = asked.max_tokens
+    if isinstance(asked, ChatRequest) and asked.max_completion_tokens is not None:
+        if given is not None and given != asked.max_completion_tokens:
+            problem = f"max_tokens={given} says something else"
+            given = asked.max_completion_tokens
+            raise ContradictionError("max_completion_tokens", given, problem, "Leave one of them out.")
+        given = asked.max_completion_tokens
+    if given == 0 and isinstance(asked, CompletionRequest) and asked.echo:
+        return {"max_tokens": 1}  # which is not told: the prompt has to be read all the same
+    if given is not None:
+        return {"max_tokens": given}
+    if "max_tokens" in defaults.model_fields_set:
+        return {}
+    return {"max_tokens": max(1, room) if isinstance(asked, ChatRequest) else _COMPLETION_TOKENS}
+
+
+def _logprobs(asked: CommonRequest) -> dict[str, int]:
+    if isinstance(asked, CompletionRequest):
+        count, name = asked.logprobs, "logprobs"
+    else:
+        assert isinstance(asked, ChatRequest)
+        count, name = asked.top_logprobs, "top_logprobs"
+        if count is not None and not asked.logprobs:
+            remedy = "Give logprobs=true too."
+            raise ContradictionError("top_logprobs", count, "log probabilities are not asked for", remedy)
+        count = (count or 0) if asked.logprobs else None
+    if count is None:
+        return {}
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise InvalidParameterError(name, count, "out of range", f"Use 0 to {MAX_LOGPROBS}.")
+    echoes = isinstance(asked, CompletionRequest) and asked.echo
+    return {"logprobs": count, **({"prompt_logprobs": count} if echoes else {})}
+
+
+# --- Refuses parts of a request that are larger than this server takes, before they cost work.
+
+
+#: Bytes of the headers of a request, with its path.
+MAX_HEADERS = 64 * 2**10
+#: Lists whose entries each cost work, when a request is prepared or in every step.
+_LISTS = ("logit_bias", "bad_words", "stop_token_ids", "allowed_token_ids")
+#: Lists of texts.
+_TEXTS = ("stop", "bad_words")
+
+
+def check_lists(asked: CommonRequest, settings: ServerSettings) -> None:
+    """Raise InvalidParameterError where a list of a request has more entries, or longer ones, than the server takes."""
+    limits = {**dict.fromkeys(_LISTS, settings.max_list_items), "stop": settings.max_stops}
+    for name, most in limits.items():
+        entries = getattr(asked, name)
+        if entries is not None and not isinstance(entries, str) and len(entries) > most:
+            raise _too_large(name, len(entries), "entries", most)
+    for name in _TEXTS:
+        size = _num_characters(getattr(asked, name))
+        if size > settings.max_list_characters:
+            raise _too_large(name, size, "characters in all", settings.max_list_characters)
+
+
+def check_headers(path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise ApiError where the headers of a request, with its path, are larger than any server takes."""
+    if len(path) + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEADERS:
+        raise ApiError(431, "the headers of the request are too large", code="headers_too_large")
+
+
+def check_values(body: bytes, most: int) -> None:
+    """Raise ApiError where a body of JSON has more names and values than the server takes.
+
+    They are counted without reading them: a comma or a colon stands before each of them but for the first of all and the
+    first of a list or an object. Whatever stands in texts does not count. The C code that reads JSON lets no other thread
+    run, and takes time for each value, but hardly any for the length of texts.
+    """
+    if body.count(b",") + body.count(b":") < most:
+        return
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now a quotation mark is the beginning or the end of a text
+    if plain.count(b'"') <= 2 * most:  # or the texts alone are too many, and need not be told apart
+        outside = plain.split(b'"')[::2]
+        found = 1 + sum(part.count(b",") + part.count(b":") for part in outside)
+        if found <= most:
+            return
+    problem = f"the body holds more than {most:,} names and values. Send fewer of them; the length of texts does not count"
+    raise ApiError(413, problem, code="body_too_large")
+
+
+def _num_characters(texts: str | Sequence[str] | None) -> int:
+    return sum(map(len, [texts] if isinstance(texts, str) else texts or ()))
+
+
+def _too_large(name: str, size: int, of_what: str, most: int) -> InvalidParameterError:
+    return InvalidParameterError(name, f"{size:,} {of_what}", "too many", f"Use {most:,} or fewer.")

@@ -1,0 +1,535 @@
+"""The fields of requests: OpenAI's, vLLM's and our own, and those that are refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails
+
+from outrider.config import unknown_setting
+from outrider.errors import InputError, InvalidParameterError, UnsupportedParameterError
+from outrider.params import SamplingParams
+from outrider.server.errors import ApiError
+
+# --- Fields of other servers' requests that are refused, with the reason and the alternative.
+
+
+_HERE = "this server writes text only"
+_SEARCH = "it searches over whole texts instead of drawing from the model's probabilities"
+_AT_START = "the server's own is used, which it is started with"
+_TENANT = "each API key has a prefix cache of its own"
+_WHOLE = "prompts are taken whole"
+_ONE_SERVER = "there is one server"
+_ONE_LIBRARY = "there is one library for structures"
+_TRANSPORT = "pieces are sent as they are written"
+_OTHER_LAW = "it draws from other probabilities than those of the model and of the settings that are known here"
+_LEAVE = "Leave it out."
+_STRUCTURES = "Use structured_outputs with json, regex, choice, grammar or json_object."
+_HEADER = "Send the header x-request-id."
+
+
+class Refusal(NamedTuple):
+    """What is said of a field that is known elsewhere.
+
+    Attributes:
+        reason: Why it is not taken.
+        remedy: What to do instead.
+        neutral: Values that ask for nothing, which are taken.
+    """
+
+    reason: str
+    remedy: str = _LEAVE
+    neutral: tuple[Any, ...] = ()
+
+
+#: Fields of OpenAI that change no text. Clients send them by habit, and they are passed over with a warning.
+IGNORED = frozenset(
+    {
+        *("metadata", "service_tier", "session_id"),  # this server names nothing that it keeps, and has one tier
+        *("prompt_cache_key", "prompt_cache_retention"),  # each API key has a prefix cache of its own
+        "verbosity",  # of OpenAI's own models
+    }
+)
+#: Fields of OpenAI, vLLM and llama.cpp's server that are not supported.
+_REFUSED: dict[str, Refusal] = {
+    "best_of": Refusal(_SEARCH, "Use n, and choose among the texts yourself.", (1,)),
+    "use_beam_search": Refusal(_SEARCH, neutral=(False,)),
+    "length_penalty": Refusal(_SEARCH, neutral=(1.0,)),
+    "early_stopping": Refusal(_SEARCH, neutral=(False,)),
+    "skip_special_tokens": Refusal(
+        "texts never show special tokens", "Use return_token_ids, which gives every token.", (True,)
+    ),
+    "spaces_between_special_tokens": Refusal("texts never show special tokens", neutral=(True,)),
+    "include_stop_str_in_output": Refusal(
+        "a stop string is never part of the text", "Add it to the text where finish_reason is stop.", (False,)
+    ),
+    "truncate_prompt_tokens": Refusal(_WHOLE, "Shorten the prompt; /tokenize counts its tokens."),
+    "truncation_side": Refusal(_WHOLE, "Shorten the prompt; /tokenize counts its tokens."),
+    "prompt_embeds": Refusal("a prompt is a text or token ids", "Use prompt."),
+    "logits_processors": Refusal("a request cannot bring code", "Use logit_bias, bad_words or a structure.", ([],)),
+    "logprobs_mode": Refusal(
+        "log probabilities are those of the model itself, before any setting", neutral=("raw_logprobs",)
+    ),
+    "logprob_token_ids": Refusal("the most likely tokens are told", "Use logprobs, or top_logprobs in a chat."),
+    "return_tokens_as_token_ids": Refusal("tokens are told as text", "Use return_token_ids.", (False,)),
+    "return_token_offsets": Refusal("offsets are not told", neutral=(False,)),
+    "cache_salt": Refusal(_TENANT),
+    "kv_transfer_params": Refusal(_ONE_SERVER),
+    "ec_transfer_params": Refusal(_ONE_SERVER),
+    "routed_experts_prompt_start": Refusal("the experts of tokens are not told", neutral=(0,)),
+    "guided_decoding": Refusal("it is a class of vLLM's Python API", _STRUCTURES),
+    "guided_decoding_backend": Refusal(_ONE_LIBRARY),
+    "guided_whitespace_pattern": Refusal(
+        "the schema says it", 'Put {"x-guidance": {"whitespace_pattern": ...}} into the schema.'
+    ),
+    "structural_tag": Refusal("structures hold for the whole text", "Use structured_outputs with a grammar."),
+    "request_id": Refusal("requests are named by a header", _HEADER),
+    "vllm_xargs": Refusal("it is for extensions of vLLM", neutral=({},)),
+    "watermarking": Refusal(_OTHER_LAW, neutral=(False,)),
+    "repetition_detection": Refusal("a text ends at a stop, at its length or at its end", "Use repetition_penalty."),
+    "thinking_token_budget": Refusal("thoughts are text like all other", "Use max_tokens.", (-1,)),
+    "stream_interval": Refusal(_TRANSPORT, neutral=(1,)),
+    "n_predict": Refusal("it is llama.cpp's name", "Use max_tokens."),
+    "repeat_penalty": Refusal("it is llama.cpp's name", "Use repetition_penalty."),
+    "n_probs": Refusal("it is llama.cpp's name", "Use logprobs, or top_logprobs in a chat."),
+    "cache_prompt": Refusal("beginnings that were computed before are always used", neutral=(True,)),
+    "grammar": Refusal("it is llama.cpp's name", "Use guided_grammar."),
+    "json_schema": Refusal("it is llama.cpp's name", "Use guided_json, or response_format."),
+    "typical_p": Refusal(_OTHER_LAW, "Use top_p or min_p.", (1.0,)),
+    "mirostat": Refusal(_OTHER_LAW, "Use top_p or min_p.", (0,)),
+}
+#: What requests for completions may not have, and requests for chats.
+IN_COMPLETIONS: dict[str, Refusal] = {
+    **_REFUSED,
+    "suffix": Refusal("the model writes on at the end only", neutral=("",)),
+    "prompt_logprobs": Refusal("this server tells them as OpenAI does", "Use echo=true with logprobs."),
+    "max_completion_tokens": Refusal("it is a field of chats", "Use max_tokens."),
+    "messages": Refusal("it is a field of chats", "Use /v1/chat/completions."),
+    "top_logprobs": Refusal("it is a field of chats", "Use logprobs with a number."),
+    "tools": Refusal("it is a field of chats", "Use /v1/chat/completions."),
+    "tool_choice": Refusal("it is a field of chats", "Use /v1/chat/completions."),
+    "chat_template_kwargs": Refusal("it is a field of chats", "Use /v1/chat/completions."),
+}
+IN_CHATS: dict[str, Refusal] = {
+    **_REFUSED,
+    "prompt": Refusal("a chat has messages", "Use messages, or /v1/completions."),
+    "prompt_logprobs": Refusal("a chat does not tell them", "Use /v1/completions with echo=true and logprobs."),
+    "audio": Refusal(_HERE),
+    "modalities": Refusal(_HERE, neutral=(["text"],)),
+    "functions": Refusal("its newer name is tools", "Use tools.", ([],)),
+    "function_call": Refusal("its newer name is tool_choice", "Use tool_choice.", ("none",)),
+    "include_reasoning": Refusal("thoughts are text like all other", neutral=(True,)),
+    "web_search_options": Refusal("this server searches nothing"),
+    "moderation": Refusal("it is a service of OpenAI"),
+    "echo": Refusal("a conversation is not repeated", neutral=(False,)),
+    "add_generation_prompt": Refusal("the model's turn always comes next", neutral=(True,)),
+    "continue_final_message": Refusal(
+        "the model's turn always comes next", "Use /v1/completions with the text so far.", (False,)
+    ),
+    "chat_template": Refusal(_AT_START, "Start the server with --chat-template FILE."),
+    "documents": Refusal("a chat has messages", "Put them into the messages."),
+    "mm_processor_kwargs": Refusal(_HERE),
+    "media_io_kwargs": Refusal(_HERE),
+    "return_prompt_text": Refusal("the prompt is not told", "Use /tokenize with messages, and /detokenize.", (False,)),
+}
+
+
+# --- Shapes of requests: the fields of OpenAI's API, with those of vLLM and our own.
+
+
+def _fail_fast(schema: Any) -> None:
+    """Change a schema of pydantic so that all lists in it end at their first fault."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = list(schema.values())
+    if isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
+class Shape(BaseModel):
+    """An object of a request. A field that is null counts as not given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    refused: ClassVar[dict[str, Refusal]] = {}
+    passed_over: ClassVar[frozenset[str]] = frozenset()
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """The object that a body holds.
+
+        Raises:
+            ApiError: It is no JSON object.
+            InvalidParameterError: A field is unknown, or has a value of another type.
+            UnsupportedParameterError: A field is known elsewhere and asks for something that this server does not do.
+        """
+        values = _object(body)
+        ignored = sorted(name for name in values.keys() & cls.passed_over if values.pop(name) is not None)
+        for name in [name for name in values if name in cls.refused]:
+            refusal, value = cls.refused[name], values.pop(name)
+            if value is not None and value not in refusal.neutral:
+                raise UnsupportedParameterError(name, value, refusal.reason, refusal.remedy)
+        given = {name: value for name, value in values.items() if value is not None}
+        try:
+            found = cls.model_validate(given)
+        except (ValueError, RecursionError) as error:
+            raise _first_problem(cls, error) from None
+        found._ignored = tuple(ignored)
+        return found
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The fields that were passed over."""
+        return self._ignored
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A list is read up to its first fault. A million faults would take seconds, and one is told."""
+        found = handler(source)
+        _fail_fast(found)
+        return found
+
+
+def _whole_number(written: str) -> int:
+    """A number of a request. Python writes none of more than 4,300 digits, and a product of shorter ones may have more."""
+    if len(written) > _MOST_DIGITS:
+        raise ApiError(
+            400, f"a whole number of {len(written):,} digits is too long. Use up to {_MOST_DIGITS}", code="invalid_value"
+        )
+    return int(written)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(body.decode("utf-8-sig"), parse_int=_whole_number)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"the body is not JSON ({reason})", code="invalid_json") from None
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body is JSON, but no object", code="invalid_json")
+    return values
+
+
+#: Digits of a whole number, far beyond any that means something.
+_MOST_DIGITS = 100
+#: Most likely tokens that a request may ask for at each position, as in vLLM.
+MAX_LOGPROBS = 20
+_NUM_LOGPROBS = f"Use 0 to {MAX_LOGPROBS}."
+#: What pydantic writes into the path of an error where a field may have values of several kinds, or has a check of its own.
+_KINDS = ("list", "dict", "str", "int", "float", "function-before")
+
+
+def _first_problem(kind: type[Shape], error: Exception) -> Exception:
+    if not isinstance(error, ValidationError):
+        return ApiError(400, f"the body cannot be read ({error})", code="invalid_json")
+    details = _in_json(error)
+    detail = max(
+        (each for each in details if each["loc"][:1] == details[0]["loc"][:1]), key=lambda each: len(_path(each["loc"]))
+    )
+    path = _path(detail["loc"])
+    raised = detail.get("ctx", {}).get("error")
+    if isinstance(raised, InputError):
+        return type(raised)(".".join((*path, raised.field)), raised.value, raised.problem, raised.remedy)
+    if detail["type"] == "extra_forbidden":
+        *places, name = detail["loc"]
+        return _unknown(kind, _path(places), str(name), detail["input"])
+    if detail["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON ({detail['msg']})", code="invalid_json")
+    if detail["type"] == "missing":
+        problem = f"{'.'.join(path)}: the field is missing. {_remedy(kind, path, detail['type'])}"
+        return ApiError(400, problem, param=".".join(path), code="missing_field")
+    problem = _joined([each["msg"] for each in details if _path(each["loc"]) == path])
+    return InvalidParameterError(".".join(path), detail["input"], problem, _remedy(kind, path, detail["type"]))
+
+
+#: What may stand where pydantic found something else, by the type of its error.
+_KINDS_OF_VALUE = {
+    "int_type": "Use a whole number.",
+    "int_from_float": "Use a whole number.",
+    "float_type": "Use a number.",
+    "bool_type": "Use true or false.",
+    "string_type": "Use a text.",
+    "list_type": "Use a list.",
+    "dict_type": "Use an object.",
+}
+
+
+def _remedy(kind: type[Shape], path: list[str], problem: str) -> str:
+    """What a field may be: in its own words, in those of the engine's parameter of this name, or by its type."""
+    for owner in (kind, SamplingParams):
+        described = owner.model_fields.get(path[0]) if path else None
+        if described is not None and described.description:
+            return described.description
+    return _KINDS_OF_VALUE.get(problem, "See docs/reference/server.md for what it may be.")
+
+
+def _unknown(kind: type[Shape], places: list[str], name: str, value: object) -> InvalidParameterError:
+    """The error for a name that the object it stands in does not know."""
+    for place in places:
+        kind = next(_shapes(kind.model_fields[place].annotation), kind) if place in kind.model_fields else kind
+    owner = next((place for place in reversed(places) if not place.isdigit()), "A request")
+    found = unknown_setting(owner, name, value, (field.alias or each for each, field in kind.model_fields.items()))
+    return InvalidParameterError(".".join((*places, name)), value, found.problem, found.remedy)
+
+
+def _shapes(annotation: Any) -> Iterator[type[Shape]]:
+    """The objects in a type, wherever they stand in it."""
+    if isinstance(annotation, type) and issubclass(annotation, Shape):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _shapes(part)
+
+
+def _in_json(error: ValidationError) -> list[ErrorDetails]:
+    """What is wrong, in the words of JSON: objects and arrays, where Python has dictionaries and lists."""
+    details = [cast(InitErrorDetails, each) for each in error.errors(include_url=False)]
+    return ValidationError.from_exception_data(error.title, details, input_type="json").errors()
+
+
+def _path(places: Iterable[int | str]) -> list[str]:
+    """Where an error is, without the kinds of value that a field may have."""
+    return [str(part) for part in places if str(part).partition("[")[0] not in _KINDS]
+
+
+def _joined(messages: list[str]) -> str:
+    """What is wrong with one value, where a field may have several kinds of it."""
+    begin = "Input should be "
+    if all(message.startswith(begin) for message in messages):
+        return "input should be " + " or ".join(dict.fromkeys(message.removeprefix(begin) for message in messages))
+    return messages[0][0].lower() + messages[0][1:]
+
+
+def _text_only(content: object) -> object:
+    """The content of a message, unless a part of it is an image, a sound or a file."""
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            remedy = 'Use parts like {"type": "text", "text": "..."} only.'
+            raise UnsupportedParameterError(f"{place}.type", kind, "this server reads text only", remedy)
+    return content
+
+
+class StreamOptions(Shape):
+    """What a stream tells of its usage: in a last chunk, and (vLLM's field) so far in each chunk before it."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class PredictionShape(Shape):
+    """What the caller expects to be written."""
+
+    type: Literal["content"] = "content"
+    content: str | list[TextPart]
+
+
+class TextPart(Shape):
+    """A piece of a text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class JsonSchemaShape(Shape):
+    """A schema with its name, as in OpenAI's response_format."""
+
+    name: str
+    schema_: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=lambda name: name.rstrip("_"))
+
+
+class ResponseFormat(Shape):
+    """What the output must look like, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaShape | None = None
+
+
+class StructureShape(Shape):
+    """The same in the words of vLLM's structured_outputs."""
+
+    json_: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=lambda name: name.rstrip("_"))
+
+
+class CommonRequest(Shape):
+    """What completions and chat completions have in common."""
+
+    passed_over: ClassVar[frozenset[str]] = IGNORED
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = Field(None, description="Use a text or a list of texts.")
+    response_format: ResponseFormat | None = Field(
+        None,
+        description='Use {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}, ...}}.',
+    )
+    prediction: PredictionShape | None = Field(
+        None, description='Use {"type": "content", "content": "..."} with the text that is expected.'
+    )
+    user: str | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    priority: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    structured_outputs: StructureShape | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # ours
+    speculation: str | dict[str, Any] | None = Field(
+        None, description='Use "off", the name of a method, or an object like {"method": "suffix", "num_draft_tokens": 8}.'
+    )
+    trace: bool | None = None
+
+    @property
+    def predicted(self) -> str | None:
+        """The text that is expected."""
+        content = None if self.prediction is None else self.prediction.content
+        return "".join(part.text for part in content) if isinstance(content, list) else content
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk that tells the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether each chunk before that one tells it too."""
+        return self.stream_options is not None and self.includes_usage and self.stream_options.continuous_usage_stats
+
+
+class CompletionRequest(CommonRequest):
+    """The body of /v1/completions."""
+
+    refused: ClassVar[dict[str, Refusal]] = IN_COMPLETIONS
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="Use a text, a list of token ids, or a list of texts or of lists of token ids."
+    )
+    echo: bool | None = None
+    logprobs: int | None = Field(None, description=_NUM_LOGPROBS)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One by one."""
+        if isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int):
+            return list(self.prompt)
+        return [self.prompt]  # type: ignore[list-item]
+
+
+class FunctionCall(Shape):
+    """A call that the model made in an earlier turn."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Shape):
+    """The same with its id."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # of a stream's piece, which Open WebUI sends back with the call
+
+
+class Message(Shape):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_text_only)] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None  # what LiteLLM adds to an answer, and sends back with it
+    audio: None = None
+    function_call: None = None
+
+
+class FunctionShape(Shape):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Shape):
+    """The same as OpenAI wraps it."""
+
+    type: Literal["function"]
+    function: FunctionShape
+
+
+class ChatRequest(CommonRequest):
+    """The body of /v1/chat/completions."""
+
+    refused: ClassVar[dict[str, Refusal]] = IN_CHATS
+
+    messages: list[Message] = Field(description='Use a list of messages like {"role": "user", "content": "..."}.')
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = Field(None, description=f"Use true or false; top_logprobs says how many, up to {MAX_LOGPROBS}.")
+    top_logprobs: int | None = Field(None, description=_NUM_LOGPROBS)
+    tools: list[Tool] | None = Field(
+        None, description='Use a list like [{"type": "function", "function": {"name": ..., "parameters": {...}}}].'
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description='Use "auto", "none", "required", or {"type": "function", "function": {"name": ...}}.'
+    )
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class TokenizeRequest(Shape):
+    """The body of /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Shape):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]

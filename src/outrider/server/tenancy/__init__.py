@@ -1,1 +1,0 @@
-"""Tenants: their keys and their limits."""

@@ -1,1 +1,0 @@
-"""Trains what drafts for a target: data that the target writes, draft models, and heads."""

@@ -1,1 +1,0 @@
-"""Tuning: replays traffic, predicts and measures speed, and recommends settings."""
