@@ -32,8 +32,6 @@ from outrider.verify.verifier import Verifier
 
 # --- Proves the rules for drafts of several members: the rational reference, and the production Verifier against the
 # target.
-#
-# tree_distribution.py does the same for the trees of one member.
 
 
 _MANY = 1_000

@@ -27,7 +27,7 @@ class WeightFormat(ABC):
         name: As users write it.
         group: How many inputs share a scale. None where all do, or where there are no scales.
         has_zeros: Whether each group has a zero point of its own.
-        rounds_rows: Whether rows are rounded to 8 bits before they are multiplied with the weights (`activations.py`).
+        rounds_rows: Whether rows are rounded to 8 bits before they are multiplied with the weights (`weights.py`).
     """
 
     code: ClassVar[FormatCode]

@@ -201,7 +201,7 @@ class Faulty(_OfDraftModel):
 # --- The joint distribution of the engine: the real `LLM.generate` runs on a real checkpoint, once for every path.
 #
 # The distribution is compared with teacher-forced forward passes of the stock transformers model (see
-# teacher_forced.py). When the norms compute in float64 (see `tiny.raise_norms`), both sides round by about 1e-15 in
+# sampled.py). When the norms compute in float64 (see `tiny.raise_norms`), both sides round by about 1e-15 in
 # each step, and the bound of 1e-12 on the total variation leaves three digits of room. The smallest planted error
 # measured 1e-4. A penalty that was rounded to float32 measured 5e-9.
 

@@ -216,8 +216,6 @@ def _floats(values: object) -> object:
 
 
 # --- Proves the production Verifier on trees, over consecutive rounds, on synthetic probabilities.
-#
-# rules_distribution.py does the same for chains.
 
 
 #: The rule that a request asks for so that the Verifier applies the tree rule.
