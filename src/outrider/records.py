@@ -166,7 +166,7 @@ _BYTES_OF_TOKEN, _BYTES_OF_TOP, _BYTES_OF_TEXT = 4, 8, 29
 _MAKE_ONE = "Make it with outrider train data --target T --prompts P --out DIR."
 
 
-class Kept(BaseModel):
+class JsonRecord(BaseModel):
     """An immutable record that is kept as JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -224,7 +224,7 @@ class DataSettings(Frozen):
         return _BYTES_OF_TEXT + num_tokens * _BYTES_OF_TOKEN + (num_tokens - 1) * row
 
 
-class TargetFacts(Kept):
+class TargetFacts(JsonRecord):
     """The model that wrote the data.
 
     Attributes:
@@ -240,7 +240,7 @@ class TargetFacts(Kept):
     num_layers: int
 
 
-class Shard(Kept):
+class Shard(JsonRecord):
     """A file of records.
 
     Attributes:
@@ -256,7 +256,7 @@ class Shard(Kept):
     num_held_out: int
 
 
-class Manifest(Kept):
+class Manifest(JsonRecord):
     """The contents of a folder of data. What it does not name does not count, whatever files there are.
 
     Attributes:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from outrider import LLM
 from outrider.cli.app import app
 from outrider.config import default_model
-from outrider.lab.measure.agreement import Agreement, Reading, agreement, measure_rounding, read
+from outrider.lab.measure.agreement import Agreement, MeasuredLaws, agreement, measure_rounding, read
 from tests.model.core import of_formats
 
 pytestmark = of_formats
@@ -23,8 +23,8 @@ TEXTS = [
 
 
 def test_distances_are_total_variation() -> None:
-    def reading(laws: list[list[float]], scores: list[float]) -> Reading:
-        return Reading(torch.tensor(scores).log(), torch.tensor(laws).log())
+    def reading(laws: list[list[float]], scores: list[float]) -> MeasuredLaws:
+        return MeasuredLaws(torch.tensor(scores).log(), torch.tensor(laws).log())
 
     before = reading([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]], [0.5, 0.125])
     after = reading([[0.25, 0.5, 0.25], [0.125, 0.75, 0.125]], [0.25, 0.125])

@@ -33,12 +33,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def opened(target: str, draft: str) -> LLM:
     llm = LLM(target, dtype="float64", speculation=auto("suffix", {"method": "draft_model", "model": draft}))
-    llm.engine.governing._clock = steady
+    llm.engine.method_choice._clock = steady
     return llm
 
 
 def acceptance(llm: LLM) -> AcceptanceModel:
-    return llm.engine.governing._sets.alive[0].governor.acceptance
+    return llm.engine.method_choice._sets.alive[0].governor.acceptance
 
 
 def used(target: str, draft: str) -> None:
@@ -84,7 +84,7 @@ def test_nothing_is_kept_of_scripted_costs(pair: tuple[str, str], folder: Path) 
     used(*pair)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with opened(*pair) as llm:
-        llm.engine.governing.script(FREE, steady)
+        llm.engine.method_choice.script(FREE, steady)
         assert tried(llm) == {"suffix": 0.0, "draft_model": 0.0}
         llm.generate([COPY], SamplingParams(max_tokens=80, seed=1))
     assert {path: path.read_bytes() for path in folder.iterdir()} == before

@@ -144,11 +144,11 @@ def test_without_a_guard_they_do_and_the_probe_sees_it(
     assert Passes(runner).wrong(SIZES) != []
 
 
-def governed(path: str, **settings: Any) -> LLM:
+def choice_set(path: str, **settings: Any) -> LLM:
     """Under auto, with rows that cost nothing, so that whatever stands pays."""
     methods = SpeculationConfig(method=Auto(methods=(SpeculationConfig(method=Suffix(min_match=1), num_draft_tokens=5),)))
     llm = loaded(path, "bfloat16", speculation=methods, **settings)
-    llm.engine.governing.script(FREE, _steady)
+    llm.engine.method_choice.script(FREE, _steady)
     return llm
 
 
@@ -162,7 +162,7 @@ def _steady(work: StepWork, times: StepTimes) -> StepTimes:
 def test_greedy_and_seeded_texts_are_sped_up_and_stay_the_same(paths: dict[str, str], family: str) -> None:
     ways = ["none", SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=4)]
     ways.append(SpeculationConfig(method=Suffix(min_match=1, branches=True), num_draft_tokens=6))
-    with governed(paths[family]) as llm:
+    with choice_set(paths[family]) as llm:
         greedy, seeded = (
             SamplingParams(temperature=0, max_tokens=24),
             SamplingParams(seed=5, temperature=0.3, max_tokens=24),
@@ -178,7 +178,7 @@ def test_where_bits_depend_on_rows_such_texts_are_decoded_plainly(
     paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")
-    with governed(paths["arcee"]) as llm:
+    with choice_set(paths["arcee"]) as llm:
         assert not llm.engine.runner.invariant
         (output,) = llm.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=30), trace=True)
         assert not any(each.token_ids for each in output.outputs[0].rounds)

@@ -18,7 +18,7 @@ from outrider import LLM
 from outrider.heads.block import Block, BlockHead
 from outrider.heads.eagle import EagleHead, FeatureHead
 from outrider.heads.formats.published import read_head
-from outrider.heads.lone import SeenRows
+from outrider.heads.lone import SeenContext
 from outrider.heads.mtp import MtpHead
 from outrider.model.target import Target
 from tests.model import checkpoints
@@ -74,10 +74,10 @@ def drafted(head: FeatureHead, made: Made, length: int, levels: int) -> Tensor:
     (kept,) = head.recompute(made.tokens[: length - 1], hidden)
     keys, values = ([each[1:]] for each in kept)  # the first token has no row
 
-    def look(own_keys: Tensor, own_values: Tensor) -> list[SeenRows]:
+    def look(own_keys: Tensor, own_values: Tensor) -> list[SeenContext]:
         keys.append(own_keys)
         values.append(own_values)
-        return [SeenRows(slice(0, 1), torch.cat(keys), torch.cat(values), None)]
+        return [SeenContext(slice(0, 1), torch.cat(keys), torch.cat(values), None)]
 
     feature, found = head.fuse(hidden)[-1:], []
     for position in range(length - 1, length - 1 + levels):

@@ -12,7 +12,7 @@ from tests.statistical import planted
 
 from outrider.draft import Draft, Law
 from outrider.engine import engine, verification
-from outrider.engine.drafting.choices import GovernedSets
+from outrider.engine.drafting.choices import ChoiceSets
 from outrider.engine.drafting.drafting import StepDraft
 from outrider.govern.acceptance import POSITIONS, Experience, Shares
 from outrider.lab.prove.engine import BOUND, EngineProof
@@ -277,12 +277,12 @@ def test_a_choice_that_is_made_after_the_draw_is_noticed(proof, monkeypatch):
 
 
 def test_what_earlier_processes_learnt_shapes_choices_and_never_the_law(proof, monkeypatch):
-    real, chosen = GovernedSets.new_governor, []
+    real, chosen = ChoiceSets.new_governor, []
     setting = replace(BY_NAME["the engine chooses, a lookup first"], params={"max_tokens": 4})
     for chance in (0.02, 0.98):
         counted = Shares((30.0,) * POSITIONS, (30.0 * chance,) * POSITIONS, 60.0 * chance)
         known = dict.fromkeys(("draft_model", "ngram"), Experience(counted, counted))
-        monkeypatch.setattr(GovernedSets, "new_governor", lambda self, *told, known=known: real(self, *told[:3], known))
+        monkeypatch.setattr(ChoiceSets, "new_governor", lambda self, *told, known=known: real(self, *told[:3], known))
         proof.llm.stats.reset()
         assert proof.prove(setting, 3).measured <= BOUND
         chosen.append(dict(proof.llm.stats.chosen))

@@ -21,7 +21,7 @@ from outrider.lab.prove.settings import DRAFT, Setting
 from outrider.verify import verifier
 from outrider.verify.logits import target_probs
 from outrider.verify.rules import token_acceptance
-from outrider.verify.verifier import Candidate, Verdict, Verifier
+from outrider.verify.verifier import DraftCandidate, Verdict, Verifier
 
 #: Numbers of the page, which the engine's own proofs do not need.
 pytestmark = pytest.mark.by_change(
@@ -41,10 +41,10 @@ class Typical(Verifier):
     """Typical acceptance (Cai et al. 2024): a draft token stands where the target holds it likely enough, measured by the
     entropy of its probabilities. Behind what stands the target draws."""
 
-    def verify(self, candidates: Sequence[Candidate], logits: Tensor) -> list[Verdict]:
+    def verify(self, candidates: Sequence[DraftCandidate], logits: Tensor) -> list[Verdict]:
         return [self._verdict(candidate, logits) for candidate in candidates]
 
-    def _verdict(self, candidate: Candidate, logits: Tensor) -> Verdict:
+    def _verdict(self, candidate: DraftCandidate, logits: Tensor) -> Verdict:
         rows = target_probs(logits[slice(*candidate.rows)], [candidate.sampling] * (len(candidate.draft) + 1))
         count = 0
         for token, p in zip(candidate.draft.token_ids, rows, strict=False):

@@ -26,7 +26,7 @@ from outrider.propose.settings import Members, Method, ProposerContext, Speculat
 from outrider.propose.staged import StagedProposer
 from outrider.propose.tree import CHAIN
 from outrider.verify.noise import KeyedNoise
-from outrider.verify.verifier import Candidate
+from outrider.verify.verifier import DraftCandidate
 
 
 def build(context: ProposerContext, member: SpeculationConfig) -> Proposer:
@@ -134,7 +134,7 @@ def test_a_stage_that_draws_as_the_target_does_is_noticed(proof: EngineProof, mo
     """A negative control, whose draws have the keys of the engine's own verification."""
     real = StagedProposer._candidate
 
-    def as_the_engine(*args: Any) -> Candidate:
+    def as_the_engine(*args: Any) -> DraftCandidate:
         candidate = real(*args)
         return replace(candidate, keys=replace(candidate.keys, drafter=0))
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
-from outrider.govern.decision import Candidate, Decision, Running
+from outrider.govern.decision import Decision, MethodCandidate, Running
 from outrider.govern.governor import Governor
 
 #: Chance that a draft token at a position of a text stands where the one before it stands, and chance that a method has
@@ -356,7 +356,7 @@ def _shadow(world: World, governor: Governor, texts: list[TextState], log: Log, 
 
 def governor_of(world: World) -> CountingGovernor:
     """A governor that knows the world's costs as a calibration would."""
-    return CountingGovernor([Candidate(n, 16, m.lookup) for n, m in world.methods.items()], world.table())
+    return CountingGovernor([MethodCandidate(n, 16, m.lookup) for n, m in world.methods.items()], world.table())
 
 
 def best_fixed(world: World, **how: Any) -> tuple[Policy, float]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.lab.bench.plan import Cell, Plan
+from outrider.lab.bench.plan import Cell, CellPlan
 from outrider.lab.bench.settings import BenchSettings
 from outrider.lab.measure.decoding_config import parse_ways, precision, rounding
 from outrider.lab.measure.tasks import LONG_WORKLOADS, WORKLOADS
@@ -19,8 +19,8 @@ from outrider.propose.row_heads import Medusa
 from outrider.propose.suffix import Suffix
 
 
-def plan(draft_model: str | None = "draft", **settings: Any) -> Plan:
-    return Plan(BenchSettings(**settings), "m", draft_model)
+def plan(draft_model: str | None = "draft", **settings: Any) -> CellPlan:
+    return CellPlan(BenchSettings(**settings), "m", draft_model)
 
 
 def loads(cells: list[Cell]) -> set[tuple[str, str, int]]:

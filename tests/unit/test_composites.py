@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from outrider.govern.acceptance import Outlook
-from outrider.govern.choice import Chooser, Option, Reading, Text
+from outrider.govern.choice import Chooser, Option, Text, UnreadTokens
 from outrider.govern.costs import CostModel, CostTable
-from outrider.govern.decision import Candidate, Composite, Differences, MemberDraft, Running, Together, forecast
+from outrider.govern.decision import Composite, Differences, MemberDraft, MethodCandidate, Running, Together, forecast
 from outrider.govern.governor import Governor
 
 LOOKUP = Outlook([0.9, 0.8, 0.7] + [0.7] * 9, [0.6, 0.6, 0.5, 0.3] + [0.0] * 8)
@@ -93,8 +93,8 @@ def test_it_is_learnt_how_far_members_differ() -> None:
 def governor() -> Governor:
     """Rows cost next to nothing. The merge may be chosen, and its model by itself may not."""
     table = CostTable({1: 1.0, 32: 1.2}, 0.0, {"model": {1: 0.01, 32: 0.01}})
-    merge = Candidate("merge", 8, composite=Composite(MERGED, halves))
-    return Governor([Candidate("lookup", 8, lookup=True), Candidate("model", 8, alone=False), merge], table)
+    merge = MethodCandidate("merge", 8, composite=Composite(MERGED, halves))
+    return Governor([MethodCandidate("lookup", 8, lookup=True), MethodCandidate("model", 8, alone=False), merge], table)
 
 
 RUNNING = [Running(1, 10, 8, ("lookup", "model", "merge"))]
@@ -124,7 +124,9 @@ def test_several_methods_must_clearly_beat_one(more: float, chosen: str) -> None
     """A forecast that is better by a little is mostly one that was guessed too high."""
     costs = CostModel(CostTable({1: 1.0, 16: 1.0}, 0.0, {"model": {1: 0.01}}))
     alone = Option("model", Outlook([0.5], [1.0]), 1)
-    merge = Option("a merge", Outlook([0.5 + more], [1.0]), 1, members=(Reading("model", 0, 0),), levels=((("model", 1),),))
+    merge = Option(
+        "a merge", Outlook([0.5 + more], [1.0]), 1, members=(UnreadTokens("model", 0, 0),), levels=((("model", 1),),)
+    )
     plan = Chooser(costs, [Text(0, {"a merge": merge, "model": alone})], 0, 16).best()
     assert plan.rows == {0: (chosen, 1)}
 

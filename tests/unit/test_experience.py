@@ -10,7 +10,7 @@ import pytest
 
 from outrider.govern import acceptance
 from outrider.govern.acceptance import KEPT, POSITIONS, AcceptanceModel, Counts, Experience, Shares
-from outrider.govern.decision import Candidate
+from outrider.govern.decision import MethodCandidate
 from tests.unit.governor_world import FLAT, STEEP, CountingGovernor, Log, Method, World, always, run
 
 
@@ -33,7 +33,7 @@ def written(
     found = []
     for seed in range(3):
         world = World({"draft": Method(0.06, always(truth))}, passes, seed=seed)
-        governor = CountingGovernor([Candidate("draft", 16, experience=earlier)], world.table())
+        governor = CountingGovernor([MethodCandidate("draft", 16, experience=earlier)], world.table())
         found.append(run(world, governor, steps=60))
     return found
 

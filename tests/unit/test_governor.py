@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from _pytest.mark import ParameterSet
 
-from outrider.govern import acceptance, account, governor, shadows
+from outrider.govern import acceptance, exploration, governor, shadows
 from outrider.govern.acceptance import AcceptanceModel, Counts
-from outrider.govern.account import Standings
-from outrider.govern.choice import Chooser, Option, Plan, Text
+from outrider.govern.choice import Chooser, DraftPlan, Option, Text
 from outrider.govern.costs import CostModel, CostTable, Curve, DraftWork, StepTimes, StepWork
-from outrider.govern.decision import Candidate, Decision, Running
+from outrider.govern.decision import Decision, MethodCandidate, Running
+from outrider.govern.exploration import BatchKnowledgeTable
 from outrider.govern.governor import Governor
 from tests.unit.governor_world import (
     FLAT,
@@ -265,7 +265,7 @@ def test_a_draft_of_one_pass_takes_no_longer_when_it_is_long() -> None:
     assert costs.draft_seconds("chain", 1, 2) == pytest.approx(0.04, rel=0.05)
 
 
-def _crowd(rng: random.Random) -> tuple[CostModel, list[Text], Plan]:
+def _crowd(rng: random.Random) -> tuple[CostModel, list[Text], DraftPlan]:
     """Eight texts on a staircase that is drawn and corrected, and their best plan where every row is looked at."""
     seconds, passes = 1.0, dict[int, float]()
     for rows in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 136):
@@ -298,17 +298,17 @@ def test_rows_that_cannot_pay_are_not_looked_at(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_pauses_of_the_machine_while_methods_are_scored_are_not_paid() -> None:
-    candidates = [Candidate("draft", 4), Candidate("lookup", 4, lookup=True)]
+    candidates = [MethodCandidate("draft", 4), MethodCandidate("lookup", 4, lookup=True)]
     judged = Governor(candidates, CostTable({1: 0.05, 64: 0.2}, 0.0, {"draft": {1: 0.002, 128: 0.01}}))
     for method, usual in (("draft", 0.004), ("lookup", 0.0001)):
         judged.observe_shadow_seconds(method, 1, usual)
-        before = judged._account.left
+        before = judged._exploration.left
         judged.observe_shadow_seconds(method, 1, 5.0)
-        assert 0.0 < before - judged._account.left <= 0.061, method
-    before = judged._account.left
+        assert 0.0 < before - judged._exploration.left <= 0.061, method
+    before = judged._exploration.left
     for _ in range(12):
         judged.observe_shadow_seconds("lookup", 1, 0.02)
-    assert before - judged._account.left > 0.1, "what takes long again and again is no pause"
+    assert before - judged._exploration.left > 0.1, "what takes long again and again is no pause"
 
 
 def test_outlooks_are_computed_once_until_something_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +343,7 @@ def test_a_late_start_must_be_worth_its_price() -> None:
     model = AcceptanceModel({"draft": 0.35})
     model.begin(0, None)
 
-    def planned(lag: int) -> Plan:
+    def planned(lag: int) -> DraftPlan:
         option = Option("draft", model.outlook(0, "draft"), 4, lag)
         return Chooser(CostModel(table), [Text(0, {"draft": option})], 0, 64).best()
 
@@ -376,12 +376,12 @@ def test_contexts_cost_what_was_calibrated() -> None:
 
 def test_what_is_assumed_without_a_calibration_is_soon_corrected() -> None:
     world = World({"draft": drafting(always(0.0))}, STEEP)
-    chosen = CountingGovernor([Candidate("draft", 16)], CostTable.assumed(1e-4))
+    chosen = CountingGovernor([MethodCandidate("draft", 16)], CostTable.assumed(1e-4))
     assert run(world, chosen, tokens=2000).seconds <= 1.03 * run(world, None, tokens=2000).seconds
 
 
 def test_a_batch_rests_only_where_the_same_texts_go_on_plainly() -> None:
-    governor = Governor([Candidate("draft", 4, prior=0.01)], CostTable.assumed(1.0), holds=3)
+    governor = Governor([MethodCandidate("draft", 4, prior=0.01)], CostTable.assumed(1.0), holds=3)
     running = [Running(request, 10, 4, ("draft",)) for request in (1, 2)]
     for request in (1, 2):
         governor.begin(request)
@@ -398,13 +398,13 @@ def test_a_batch_rests_only_where_the_same_texts_go_on_plainly() -> None:
 
 
 def test_what_is_learnt_belongs_to_a_number_of_texts_and_a_context() -> None:
-    standings = Standings(CostModel(CostTable({1: 1.0, 8: 1.0})))
-    here = standings.of(1, 100)
+    knowledge = BatchKnowledgeTable(CostModel(CostTable({1: 1.0, 8: 1.0})))
+    here = knowledge.of(1, 100)
     for _ in range(30):
         here.costs.observe(StepWork(1, 1, 100), StepTimes(0.0, 1.0, 0.02))
         here.costs.observe(StepWork(8, 1, 100, (DraftWork("draft", 1, 7),)), StepTimes(7.0, 2.0, 0.02))
-    assert standings.of(1, 1000) is here
-    crowd, far = standings.of(16, 1600), standings.of(1, 10_000)
+    assert knowledge.of(1, 1000) is here
+    crowd, far = knowledge.of(16, 1600), knowledge.of(1, 10_000)
     assert crowd.costs.passes.seconds(8) == pytest.approx(1.0), "as calibrated"
     assert crowd.costs.draft_seconds("draft", 16, 1) < 0.1
     assert far.costs.passes.seconds(8) == pytest.approx(2.0, rel=0.2), "the nearest that is known of as many texts"
@@ -415,11 +415,11 @@ def test_what_is_learnt_belongs_to_a_number_of_texts_and_a_context() -> None:
 
 
 def test_standings_do_not_grow_without_end() -> None:
-    standings = Standings(CostModel(CostTable({1: 1.0, 8: 1.0})))
+    knowledge = BatchKnowledgeTable(CostModel(CostTable({1: 1.0, 8: 1.0})))
     for num_texts in range(1, 200):
         for power in range(20):
-            standings.of(num_texts, num_texts * 2**power)
-    assert len(standings._known) <= account._MOST_STANDINGS
+            knowledge.of(num_texts, num_texts * 2**power)
+    assert len(knowledge._known) <= exploration._MOST_STANDINGS
 
 
 # -- acceptance --------------------------------------------------------------------------------------------------------
@@ -428,7 +428,7 @@ def test_standings_do_not_grow_without_end() -> None:
 @pytest.mark.parametrize(("num_texts", "every"), [(1, 1), (4, 1), (16, 4), (32, 8)])
 def test_many_texts_are_planned_and_scored_for_less_often(num_texts: int, every: int) -> None:
     """Planning takes longer with them, and a step of theirs brings more."""
-    judged = Governor([Candidate("draft", 4)], CostTable({1: 1e-4, 512: 1e-4}, 0.0, {"draft": {1: 1e-6, 512: 1e-6}}))
+    judged = Governor([MethodCandidate("draft", 4)], CostTable({1: 1e-4, 512: 1e-4}, 0.0, {"draft": {1: 1e-6, 512: 1e-6}}))
     running = [Running(request, 10, 4, ("draft",)) for request in range(num_texts)]
     for request in range(num_texts):
         judged.begin(request)

@@ -16,9 +16,9 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from outrider.govern import account
-from outrider.govern.account import Purse
+from outrider.govern import exploration
 from outrider.govern.costs import CostModel, CostTable, DraftWork, StepWork
+from outrider.govern.exploration import SecondsBucket
 from outrider.govern.governor import Governor
 from outrider.govern.shadows import Places
 from tests.unit.governor_world import Log, Method, World, always, governor_of, run
@@ -218,7 +218,7 @@ def test_tokens_of_texts_that_end_early_are_not_worth_what_others_are(monkeypatc
 def test_a_purse_never_loses_more_than_it_promises() -> None:
     """Whatever is asked of it."""
     rng = random.Random(5)
-    kept, lost, clock, past = Purse(0.05), 0.0, 0.0, [(0.0, 0.0)]
+    kept, lost, clock, past = SecondsBucket(0.05), 0.0, 0.0, [(0.0, 0.0)]
     for _ in range(3000):
         longer, back = rng.uniform(0.0, 0.04), rng.choice([0.0, 0.0, rng.uniform(0.0, 0.1)])
         if kept.affords(longer):
@@ -235,7 +235,7 @@ def test_a_purse_never_loses_more_than_it_promises() -> None:
 
 
 def test_a_pause_of_the_machine_is_forgotten_within_seconds() -> None:
-    kept, clock = Purse(0.05), 0.0
+    kept, clock = SecondsBucket(0.05), 0.0
     kept.spend(3.0)
     while not kept.affords(0.01):
         kept.end_step(0.05, 0.05)
@@ -247,8 +247,8 @@ def test_a_pause_of_the_machine_is_forgotten_within_seconds() -> None:
 
 
 def _no_limit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Purse, "affords", lambda self, seconds: True)
-    patch.setattr(Purse, "left", property(lambda self: 1e9))
+    patch.setattr(SecondsBucket, "affords", lambda self, seconds: True)
+    patch.setattr(SecondsBucket, "left", property(lambda self: 1e9))
 
 
 def _always_certain(patch: pytest.MonkeyPatch) -> None:
@@ -269,6 +269,6 @@ def test_planted_bugs_break_the_promise(name: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_purse_that_earns_too_much_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(account, "SHARE", 0.1)
+    monkeypatch.setattr(exploration, "SHARE", 0.1)
     with pytest.raises(AssertionError):
         test_a_purse_never_loses_more_than_it_promises()

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from outrider.govern import costs
-from outrider.govern.account import Standings
 from outrider.govern.costs import Curve
+from outrider.govern.exploration import BatchKnowledgeTable
 from outrider.govern.governor import Governor
 from outrider.govern.shadows import Idle, Shadow, Shadows
 from tests.unit.governor_world import ALWAYS, STEEP, Load, Method, Script, World, always, best_fixed, governor_of, run
@@ -153,7 +153,7 @@ def _trials_seem_dear(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(costs, "_MOST_UNCERTAIN", 9.0)
 
 
-def _one_account(patch: pytest.MonkeyPatch) -> None:
+def _one_bucket(patch: pytest.MonkeyPatch) -> None:
     """Models are scored from what lookups leave."""
     patch.setattr(Shadows, "_affordable", _greedy)
 
@@ -171,13 +171,13 @@ def _costs_do_not_change(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_standing(patch: pytest.MonkeyPatch) -> None:
-    stock = Standings.of
-    patch.setattr(Standings, "of", lambda self, num_texts, context: stock(self, 1, 0))
+    stock = BatchKnowledgeTable.of
+    patch.setattr(BatchKnowledgeTable, "of", lambda self, num_texts, context: stock(self, 1, 0))
 
 
 BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], object]]] = {
     "lookups spend the time of models": (
-        _one_account,
+        _one_bucket,
         test_a_model_that_went_bad_once_is_scored_again_beside_busy_lookups,
     ),
     "longer drafts are tried at any price": (

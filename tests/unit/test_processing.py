@@ -15,7 +15,7 @@ from outrider.draft import Draft, Law
 from outrider.params import SamplingParams
 from outrider.verify.noise import KeyedNoise
 from outrider.verify.processing import NothingAllowedError, Processing
-from outrider.verify.verifier import Candidate, CandidateKeys, Rule, Verifier
+from outrider.verify.verifier import CandidateKeys, DraftCandidate, Rule, Verifier
 
 VOCAB = 11
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -189,7 +189,7 @@ def test_a_walk_tells_the_chance_of_each_token_that_it_writes() -> None:
     keys = CandidateKeys(0, 1, 0, 0, 5)
     draft = Draft.chain([1, 2], Law.OPAQUE)
     for sampling, last in ((SamplingParams(temperature=1.0), 1 / 3), (SamplingParams(temperature=0.0), 1.0)):
-        candidate = Candidate(draft, (0, 3), sampling, keys, Rule.WALK)
+        candidate = DraftCandidate(draft, (0, 3), sampling, keys, Rule.WALK)
         (verdict,) = Verifier(KeyedNoise()).verify([candidate], logits)
         assert verdict.path == (0, 1)
         assert verdict.chances == pytest.approx((1.0, 1.0, last))

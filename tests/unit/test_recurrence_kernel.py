@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.library import available_sets, kernels_for
-from outrider.kernels.mixers import MatrixRows, advance
+from outrider.kernels.mixers import MatrixUpdates, advance
 from outrider.model.running import Recurrence, StateRows
 from tests.kernel_sets import instruction_sets
 
@@ -21,7 +21,7 @@ TREE = (-1, 0, 0, 1, 2, 2, 4, 3, -1, 8)
 
 def inputs(
     way: str, heads: int, repeats: int, key_dim: int, value_dim: int, num_rows: int
-) -> tuple[Tensor, MatrixRows, Tensor]:
+) -> tuple[Tensor, MatrixUpdates, Tensor]:
     """A state, rows over it and their queries, in float64."""
     torch.manual_seed(heads + 10 * repeats + key_dim + value_dim)
     size = (num_rows, heads * repeats)
@@ -31,10 +31,10 @@ def inputs(
     decays = torch.rand(*size, *factors, dtype=torch.float64) * 0.5 + 0.5
     shares = torch.rand(*size, 1, dtype=torch.float64) if way in ("delta", "keys") else None
     state = torch.randn(heads * repeats, key_dim, value_dim, dtype=torch.float64)
-    return state, MatrixRows(keys, values, decays, shares), queries
+    return state, MatrixUpdates(keys, values, decays, shares), queries
 
 
-def tape(rows: MatrixRows, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def tape(rows: MatrixUpdates, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     found = (rows.keys, rows.values, rows.decays, rows.shares)
     return tuple(each.to(dtype) for each in found if each is not None)
 
@@ -58,7 +58,7 @@ def test_rows_are_what_their_definition_says(instruction_set: str, dtype: torch.
         num_rows, wanted = len(TREE), (0, 4, 9)
         state, rows, queries = inputs(*shape, num_rows)
         want = Recurrence().run_stock(state, StateRows(tape(rows), (queries,), parents), wanted)
-        narrow = MatrixRows(*tape(rows, dtype))
+        narrow = MatrixUpdates(*tape(rows, dtype))
         got = advance(kernels_for(instruction_set), state.to(dtype), narrow, queries.to(dtype), parents, wanted)
         for found, expected in ((got[0], want[0]), *((got[1][row], want[1][row]) for row in wanted)):
             assert found.dtype is dtype
@@ -72,18 +72,18 @@ def test_the_bits_of_a_row_are_its_own(instruction_set: str, dtype: torch.dtype)
     library = kernels_for(instruction_set)
     for shape in shapes(8):
         state, rows, queries = inputs(*shape, 12)
-        state, rows, queries = state.to(dtype), MatrixRows(*tape(rows, dtype)), queries.to(dtype)
+        state, rows, queries = state.to(dtype), MatrixUpdates(*tape(rows, dtype)), queries.to(dtype)
         whole, states = advance(library, state, rows, queries, None, (6, 11))
         first = 0
         for end in (1, 4, 5, 7):
             part = [each[first:end] for each in tape(rows, dtype)]
-            out, found = advance(library, state, MatrixRows(*part), queries[first:end], None, (end - 1 - first,))
+            out, found = advance(library, state, MatrixUpdates(*part), queries[first:end], None, (end - 1 - first,))
             assert torch.equal(out, whole[first:end])
             state, first = found[end - 1 - first], end
         assert torch.equal(state, states[6])
         doubled = [each[7:].repeat_interleave(2, 0) for each in tape(rows, dtype)]
         parents = tuple(-1 if row < 2 else 2 * (row // 2 - 1) for row in range(10))
-        out, found = advance(library, state, MatrixRows(*doubled), queries[7:].repeat_interleave(2, 0), parents, (8, 9))
+        out, found = advance(library, state, MatrixUpdates(*doubled), queries[7:].repeat_interleave(2, 0), parents, (8, 9))
         assert torch.equal(out[::2], whole[7:])
         assert torch.equal(out[1::2], whole[7:])
         assert torch.equal(found[8], states[11])

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from outrider.cli.options import shown_loading
-from outrider.loading.gguf.header import Reading, watched_reading
+from outrider.loading.gguf.header import FileProgress, watched_reading
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -17,10 +17,10 @@ def test_the_bytes_of_a_file_are_shown_on_a_terminal_alone(terminal: bool) -> No
     console = Console(file=paper, force_terminal=terminal, width=90)
     with shown_loading(console, "loading m.gguf") as show, watched_reading(show):
         for total in (4_000_000, 2_000_000):  # of the target and of its draft model
-            reading = Reading(total)
+            reading = FileProgress(total)
             for _ in range(4):
                 reading.advance(total // 4)
-    Reading(1_000).advance(500)  # nobody looks any more
+    FileProgress(1_000).advance(500)  # nobody looks any more
     shown = paper.getvalue()
     assert shown.startswith("\x1b") is terminal
     assert ("4.0/4.0 MB" in shown) is ("2.0/2.0 MB" in shown) is terminal

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from outrider.config import default_model
 from outrider.errors import ClosedError, TrialError
 from outrider.structured import trials
-from outrider.structured.structures import Vocabulary, Written
+from outrider.structured.structures import StructureVocabulary, Written
 from outrider.structured.trials import TOO_MUCH_WORK, Trials
 
 pytest.importorskip("llguidance")
@@ -29,9 +29,9 @@ FINE = Written("regex", "[ab]{3}")
 
 
 @pytest.fixture(scope="module")
-def vocabulary() -> Callable[[], Vocabulary]:
+def vocabulary() -> Callable[[], StructureVocabulary]:
     tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
-    found = Vocabulary.of(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    found = StructureVocabulary.of(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     return lambda: found
 
 
@@ -64,7 +64,7 @@ def _until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
     return holds()
 
 
-def test_nothing_is_started_before_it_is_needed(tried: Trials, vocabulary: Callable[[], Vocabulary]) -> None:
+def test_nothing_is_started_before_it_is_needed(tried: Trials, vocabulary: Callable[[], StructureVocabulary]) -> None:
     assert not tried._all
     assert tried.verdict(FINE, vocabulary) is None
     assert tried.verdict(Written("regex", "[cd]{3}"), vocabulary) is None
@@ -72,7 +72,7 @@ def test_nothing_is_started_before_it_is_needed(tried: Trials, vocabulary: Calla
 
 
 def test_what_never_ends_is_ended_by_the_system_and_the_process_is_replaced(
-    tried: Trials, vocabulary: Callable[[], Vocabulary], monkeypatch: pytest.MonkeyPatch
+    tried: Trials, vocabulary: Callable[[], StructureVocabulary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "_PATIENCE", PATIENT)
     assert tried.verdict(FINE, vocabulary) is None
@@ -87,7 +87,7 @@ def test_what_never_ends_is_ended_by_the_system_and_the_process_is_replaced(
 
 
 def test_a_trial_has_a_limit_of_memory(
-    tried: Trials, vocabulary: Callable[[], Vocabulary], monkeypatch: pytest.MonkeyPatch
+    tried: Trials, vocabulary: Callable[[], StructureVocabulary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "SECONDS", 60.0)
     monkeypatch.setattr(trials, "NUM_BYTES", 2**24)
@@ -98,7 +98,7 @@ def test_a_trial_has_a_limit_of_memory(
 
 
 def test_where_the_system_cannot_limit_it_the_clock_does(
-    tried: Trials, vocabulary: Callable[[], Vocabulary], monkeypatch: pytest.MonkeyPatch
+    tried: Trials, vocabulary: Callable[[], StructureVocabulary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tried.verdict(FINE, vocabulary) is None
     monkeypatch.setattr(trials, "SECONDS", 0.0)  # no limit
@@ -108,7 +108,7 @@ def test_where_the_system_cannot_limit_it_the_clock_does(
 
 
 def test_a_structure_is_tried_once(
-    tried: Trials, vocabulary: Callable[[], Vocabulary], monkeypatch: pytest.MonkeyPatch
+    tried: Trials, vocabulary: Callable[[], StructureVocabulary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "_NUM_VERDICTS", 2)
     bad = Written("regex", "((")
@@ -124,7 +124,9 @@ def test_a_structure_is_tried_once(
     assert len(tried._verdicts) == 2
 
 
-def test_one_that_was_killed_while_it_rested_is_replaced(tried: Trials, vocabulary: Callable[[], Vocabulary]) -> None:
+def test_one_that_was_killed_while_it_rested_is_replaced(
+    tried: Trials, vocabulary: Callable[[], StructureVocabulary]
+) -> None:
     assert tried.verdict(FINE, vocabulary) is None
     (pid,) = _pids(tried)
     os.kill(pid, 9)
@@ -133,7 +135,7 @@ def test_one_that_was_killed_while_it_rested_is_replaced(tried: Trials, vocabula
 
 
 def test_closing_breaks_off_the_trial_under_way(
-    tried: Trials, vocabulary: Callable[[], Vocabulary], monkeypatch: pytest.MonkeyPatch
+    tried: Trials, vocabulary: Callable[[], StructureVocabulary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "SECONDS", 60.0)
     monkeypatch.setattr(trials, "NUM_BYTES", 2**40)
@@ -160,7 +162,7 @@ def test_closing_breaks_off_the_trial_under_way(
 
 
 def test_without_a_process_nothing_is_followed(
-    tried: Trials, vocabulary: Callable[[], Vocabulary], monkeypatch: pytest.MonkeyPatch
+    tried: Trials, vocabulary: Callable[[], StructureVocabulary], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "_PROGRAM", "raise SystemExit(3)")
     with pytest.raises(TrialError, match="before it was ready, with 3"):

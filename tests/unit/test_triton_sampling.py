@@ -16,7 +16,7 @@ from outrider.params import SamplingParams
 from outrider.verify import noise
 from outrider.verify.logits import target_probs
 from outrider.verify.rules import owed_mass, residual
-from outrider.verify.verifier import Candidate, CandidateKeys, Rule, Verdict, Verifier
+from outrider.verify.verifier import CandidateKeys, DraftCandidate, Rule, Verdict, Verifier
 from tests.unit.interpreted import DEVICE
 
 #: Every way to cut a distribution, some together, and a greedy row.
@@ -114,10 +114,10 @@ def verdicts(seed: int) -> list[Verdict]:
     kinds = ((chain, Rule.TOKEN), (chain, Rule.BLOCK), (tree, Rule.RECURSIVE), (tree, Rule.TRAVERSAL))
     sampling = SamplingParams(temperature=0.9)
     candidates = [
-        Candidate(draft, (4 * i, 4 * i + 4), sampling, CandidateKeys(i, seed, 0, 1, 20), rule)
+        DraftCandidate(draft, (4 * i, 4 * i + 4), sampling, CandidateKeys(i, seed, 0, 1, 20), rule)
         for i, (draft, rule) in enumerate(kinds)
     ]
-    walked = Candidate(Draft.chain(tokens, Law.COUPLED), (0, 4), sampling, CandidateKeys(9, seed, 0, 1, 20), Rule.WALK)
+    walked = DraftCandidate(Draft.chain(tokens, Law.COUPLED), (0, 4), sampling, CandidateKeys(9, seed, 0, 1, 20), Rule.WALK)
     return Verifier(noise.KeyedNoise()).verify([*candidates, walked], logits)
 
 

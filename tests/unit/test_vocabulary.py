@@ -15,7 +15,7 @@ from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
 from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.model.vocabulary import Vocabulary, whole_characters
+from outrider.model.vocabulary import ModelVocabulary, whole_characters
 from outrider.propose.bridge import SameVocabulary, SharedTokens, report
 from tests.model.vocabularies import sentencepiece_like, words_alone
 from tests.unit.builders import make_sequence
@@ -24,12 +24,12 @@ ENDS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 TEXT = "def héllo(wörld): return 'the 世界 🎉 accomplishment'\n\n\tthe end"
 
 
-def byte_level() -> Vocabulary:
-    return Vocabulary(AutoTokenizer.from_pretrained(default_model("target")), "byte-level")
+def byte_level() -> ModelVocabulary:
+    return ModelVocabulary(AutoTokenizer.from_pretrained(default_model("target")), "byte-level")
 
 
-def spaced() -> Vocabulary:
-    return Vocabulary(PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like(), **ENDS), "spaced")
+def spaced() -> ModelVocabulary:
+    return ModelVocabulary(PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like(), **ENDS), "spaced")
 
 
 VOCABULARIES = {"byte-level": byte_level(), "spaced": spaced()}
@@ -38,7 +38,7 @@ VOCABULARIES = {"byte-level": byte_level(), "spaced": spaced()}
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES)
 @given(data=st.binary(max_size=40) | st.text(max_size=20).map(str.encode))
 @settings(max_examples=80, deadline=None)
-def test_any_bytes_are_spelled(vocabulary: Vocabulary, data: bytes) -> None:
+def test_any_bytes_are_spelled(vocabulary: ModelVocabulary, data: bytes) -> None:
     assert vocabulary.written(vocabulary.spell(data)) == data
 
 
@@ -83,7 +83,7 @@ def test_spaces_and_bytes_of_a_tokenizer_that_writes_marks_for_spaces() -> None:
 
 
 def test_tokens_that_the_model_has_no_logits_for_are_never_taken() -> None:
-    narrow = Vocabulary(AutoTokenizer.from_pretrained(default_model("target")), "narrow", 2000)
+    narrow = ModelVocabulary(AutoTokenizer.from_pretrained(default_model("target")), "narrow", 2000)
     full = VOCABULARIES["byte-level"]
     for id in range(3000, 3100):
         piece = full.written([id])
@@ -95,7 +95,7 @@ def test_tokens_that_the_model_has_no_logits_for_are_never_taken() -> None:
 def test_an_added_token_is_as_it_is_written() -> None:
     tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
     tokenizer.add_tokens(["né", "<role>"])
-    vocabulary = Vocabulary(tokenizer, "added")
+    vocabulary = ModelVocabulary(tokenizer, "added")
     assert vocabulary.pieces[-2:] == ["né".encode(), b"<role>"]
 
 
@@ -208,7 +208,7 @@ def test_what_the_drafts_tokenizer_puts_before_a_text_comes_first_and_once() -> 
 
     tokenizer = sentencepiece_like()
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    opening = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ENDS), "opening")
+    opening = ModelVocabulary(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ENDS), "opening")
     token = VOCABULARIES["byte-level"].writer[b" the"]
     assert opening.opening == [1]
     assert read(SharedTokens(VOCABULARIES["byte-level"], opening), [token])[0][0] == 1
@@ -219,7 +219,7 @@ def test_what_the_drafts_tokenizer_puts_before_a_text_comes_first_and_once() -> 
 def test_special_tokens_that_the_draft_lacks_read_as_their_text() -> None:
     tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<the>"]})
-    target = Vocabulary(tokenizer, "with a role")
+    target = ModelVocabulary(tokenizer, "with a role")
     bridge = SharedTokens(target, VOCABULARIES["spaced"])
     settled, loose = read(bridge, [target.size - 1])
     assert bridge.draft.written([*settled, *loose]) == b"<the>"
@@ -248,7 +248,7 @@ def test_what_may_still_change_stays_ahead_of_the_text() -> None:
 @pytest.mark.parametrize("tokenizer", [None, SimpleNamespace(bos_token_id=None)])
 def test_no_tokenizer_is_an_error_that_says_so(tokenizer: Any) -> None:
     with pytest.raises(ContradictionError, match="compared by what their tokens write"):
-        Vocabulary(tokenizer, "mute")
+        ModelVocabulary(tokenizer, "mute")
 
 
 def test_the_report() -> None:
@@ -265,8 +265,8 @@ def test_the_report() -> None:
 
 
 def test_the_report_of_a_pair_that_shares_little_or_nothing() -> None:
-    def words(*texts: str) -> Vocabulary:
-        return Vocabulary(PreTrainedTokenizerFast(tokenizer_object=words_alone(*texts), unk_token="<unk>"), "words")
+    def words(*texts: str) -> ModelVocabulary:
+        return ModelVocabulary(PreTrainedTokenizerFast(tokenizer_object=words_alone(*texts), unk_token="<unk>"), "words")
 
     target = VOCABULARIES["byte-level"]
     assert report(target, words("zzzzzzzzz"), "the").match == "text"

@@ -144,7 +144,7 @@ class AddedLayers:
     token is kept with the block, so that a text that begins with a block of another one can go on behind it.
 
     Args:
-        number: Its name in the books.
+        number: Its id among the added layers.
         shape: What is kept.
         block_size: Tokens a block.
         num_blocks: Of the memory.

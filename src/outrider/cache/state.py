@@ -76,7 +76,7 @@ class SequenceState:
 
     @property
     def space(self) -> Hashable:
-        """Whose blocks it may share: those of its namespace under the same rotary factors, behind the same source."""
+        """Key under which blocks are shared: (namespace, rotary factors, source)."""
         space = (self._namespace, self.long_rope)
         return space if self.source is None else (*space, self.source.token_ids)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from outrider.draft import Draft
 from outrider.engine.drafting import drafting
-from outrider.engine.drafting.choosing import Governing
+from outrider.engine.drafting.choosing import MethodChoice
 from outrider.engine.drafting.drafting import ComputedRows, StepDraft, teach
-from outrider.engine.drafting.proposers import AcceptanceAlarm
+from outrider.engine.drafting.proposers import AcceptanceCheck
 from outrider.engine.failures import Failures
 from outrider.engine.scheduler import RowShares, Schedule
 from outrider.engine.sequence import Sequence, Status, piece
@@ -24,7 +24,7 @@ from outrider.params import TokenOrigin
 from outrider.results import DraftedBy, DrawTrace, Likely, RoundTrace, RowTrace
 from outrider.structured.grammar import GrammarError
 from outrider.verify.logits import Decode, target_probs
-from outrider.verify.verifier import Candidate, Verdict
+from outrider.verify.verifier import DraftCandidate, Verdict
 
 
 class Committing:
@@ -34,7 +34,7 @@ class Committing:
         stats: Where tokens are counted.
         tenants: Who has had how much.
         failures: Ends requests that cannot go on.
-        governing: Knows why a sequence drafted as it did.
+        method_choice: Knows why a sequence drafted as it did.
         shares: How the members of compositions share rows.
         decode: Text of a token.
     """
@@ -44,17 +44,17 @@ class Committing:
         stats: EngineStats,
         tenants: Tenants,
         failures: Failures,
-        governing: Governing,
+        method_choice: MethodChoice,
         shares: RowShares,
         decode: Decode,
     ) -> None:
         self._stats = stats
         self._tenants = tenants
         self._failures = failures
-        self._governing = governing
+        self._method_choice = method_choice
         self._shares = shares
         self._decode = decode
-        self._alarm = AcceptanceAlarm()
+        self._acceptance_check = AcceptanceCheck()
 
     def commit(
         self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, Judged]
@@ -105,7 +105,7 @@ class Committing:
         before = seq.num_output_tokens
         found = None
         if seq.request.options.trace:
-            reason = self._governing.reason(seq, drafted=len(draft) > 0)
+            reason = self._method_choice.reason(seq, drafted=len(draft) > 0)
             candidate, logits = judged.candidate, judged.logits
             found = trace(seq, step, candidate, verdict, logits, reason, num_sequences, self._decode)
         written, fault = _append(seq, step, judged)
@@ -141,7 +141,7 @@ class Committing:
             for part, drafter in step.drafted:
                 outcome = part.outcome(verdict.path)
                 self._shares.observe(drafter.method, *outcome)
-                self._alarm.observe(drafter.method, *outcome)
+                self._acceptance_check.observe(drafter.method, *outcome)
         except Exception as error:
             seq.stats.num_proposer_faults += 1
             for _, drafter in step.drafted:
@@ -178,7 +178,7 @@ _LIKELIEST = 5
 def trace(
     seq: Sequence,
     step: StepDraft,
-    candidate: Candidate,
+    candidate: DraftCandidate,
     verdict: Verdict,
     logits: Tensor,
     reason: str,
@@ -191,7 +191,7 @@ def trace(
         seq: Whose.
         step: Its draft, and who drafted it.
         candidate: As it was verified.
-        verdict: What stands.
+        verdict: The accepted draft nodes and the token drawn after them.
         logits: [num_logits, vocab_size] as the parameters left them.
         reason: Why this was drafted, or nothing.
         num_sequences: Of the step.
@@ -245,7 +245,7 @@ def close(
     return replace(found, accepted=found.accepted[:num_accepted], token_id=token, seconds=times, at=perf_counter() - begun)
 
 
-def _row(candidate: Candidate, node: int, wanted: Tensor, written: int | None, decode: Decode) -> RowTrace:
+def _row(candidate: DraftCandidate, node: int, wanted: Tensor, written: int | None, decode: Decode) -> RowTrace:
     """What could have come after `node`, with `wanted` [vocab_size] the target's probabilities there."""
     draft, residual = candidate.draft, candidate.residuals.get(node)
     children = draft.children(node)

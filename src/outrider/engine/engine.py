@@ -15,7 +15,7 @@ from outrider.engine.admission import bad_word_ids, check_request
 from outrider.engine.committing import Committing
 from outrider.engine.drafting import drafting
 from outrider.engine.drafting.calibration import ExperienceFiles, calibrate
-from outrider.engine.drafting.choosing import Governing
+from outrider.engine.drafting.choosing import MethodChoice
 from outrider.engine.drafting.drafting import StepDraft, prefill_all, propose_all
 from outrider.engine.drafting.proposers import Drafters, ProposerSet, TreeBuilders
 from outrider.engine.failures import REMEDIES, Failures
@@ -61,7 +61,7 @@ class Engine:
         self.scheduler = Scheduler(config, runner.loaded.max_model_len)
         self.stats = EngineStats()
         self.builders = TreeBuilders(proposers, lambda: Pace(measure_passes(runner)))
-        self.governing = Governing(
+        self.method_choice = MethodChoice(
             proposers,
             lambda drafts: calibrate(runner, _runners(drafts)),
             partial(ExperienceFiles.of, runner),
@@ -69,7 +69,7 @@ class Engine:
             invariant=runner.invariant,
             max_rows=config.max_num_batched_tokens,
         )
-        self.scheduler.planner = self.governing.planner
+        self.scheduler.planner = self.method_choice.planner
         self._target_pass = TargetPass(runner)
         loaded = runner.loaded
         self.grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
@@ -77,10 +77,10 @@ class Engine:
         self._drafters = Drafters(proposers)
         self._failures = Failures(self.stats)
         self.noise: NoiseSource = KeyedNoise()
-        self._verification = Verification(self.noise, self._failures, self.governing)
+        self._verification = Verification(self.noise, self._failures, self.method_choice)
         tenants = self.scheduler.tenants
         shares = self.scheduler.shares
-        self._committing = Committing(self.stats, tenants, self._failures, self.governing, shares, decode)
+        self._committing = Committing(self.stats, tenants, self._failures, self.method_choice, shares, decode)
         self._ids = count()
         self._seq_ids = count()
         self._stepping = False
@@ -165,7 +165,7 @@ class Engine:
             InputError, ModelError, ProposerError: A method cannot be used.
         """
         if speculation.engine_chooses:
-            self.governing.admit(speculation.candidates)
+            self.method_choice.admit(speculation.candidates)
         else:
             self.proposers.prepare(speculation)
 
@@ -225,7 +225,7 @@ class Engine:
         try:
             with self.stats.timed("schedule"):
                 self._fork_ready()
-                self.governing.decide(self.scheduler.running, self.scheduler.useful_depth)
+                self.method_choice.decide(self.scheduler.running, self.scheduler.useful_depth)
                 plan = self.scheduler.schedule()
         except BaseException as error:
             self._failures.abandon(self.scheduler.running, error)
@@ -281,31 +281,31 @@ class Engine:
 
     def _score_idle(self) -> None:
         """Score idle methods, where the engine chooses who drafts; no row of the target is computed for it."""
-        for seq, method, shadow in self.governing.shadows():
+        for seq, method, shadow in self.method_choice.shadows():
             start = perf_counter()
             drafter = self._drafters.of(seq, method)
             if drafter is not None:
                 try:
-                    self.governing.shadow(seq, drafter.proposer, drafter.index, shadow, self.noise)
+                    self.method_choice.shadow(seq, drafter.proposer, drafter.index, shadow, self.noise)
                 except KeyboardInterrupt:
                     raise
                 except BaseException as error:
                     drafter.report_fault(seq.request.request_id, repr(error))
                     seq.stats.num_proposer_faults += 1
-            self.governing.spent(seq, shadow, perf_counter() - start)
+            self.method_choice.spent(seq, shadow, perf_counter() - start)
 
     def _observe_choice(
         self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, Judged], accepted: dict[int, int]
     ) -> None:
         """Let the engine's choice of methods know what became of it."""
-        for decision in self.governing.decisions.values():
+        for decision in self.method_choice.decisions.values():
             self.stats.chosen[decision.method or "none", decision.num_draft_tokens] += 1
             self.stats.reasons[decision.why] += 1
         seconds = self.stats.step_seconds
         host = seconds["schedule"] + seconds["verify"] + seconds["commit"]
         verdicts = {place: each.verdict for place, each in judged.items()}
         times = StepTimes(seconds["propose"], seconds["forward"], host)
-        self.governing.observe(plan.items, drafts, verdicts, accepted, times)
+        self.method_choice.observe(plan.items, drafts, verdicts, accepted, times)
 
     def _settle(self) -> None:
         """After a step: take out who has finished, and stop who was cancelled meanwhile."""
@@ -351,7 +351,7 @@ class Engine:
         self.runner.blocks.reset()
         self.runner.partial_rows.clear()
         self.proposers.dismiss_all()
-        self.governing.forget()
+        self.method_choice.forget()
         for request in requests:
             if not request.finished:
                 problem = f"the engine had to begin anew after {type(error).__name__}"
@@ -427,7 +427,7 @@ class Engine:
         if seq.retired:
             return
         seq.retired = True
-        self.governing.finish(seq)
+        self.method_choice.finish(seq)
         self.scheduler.remove(seq)
         self.noise.forget(seq.seq_id)
         self._drafters.finish(seq)

@@ -425,8 +425,8 @@ class _Counts:
         return (self.stood + _PRIOR * _PRIOR_WEIGHT) / (self.tried + _PRIOR_WEIGHT)
 
 
-class _Deal:
-    """Rows of a merge's members, dealt out one after another: each to the member whose next row stands most often. A row
+class _RowSplit:
+    """Splits a merge's row budget greedily by the acceptance rate of each member's next row. A row
     stands where all rows of its member before it do.
 
     Args:
@@ -460,7 +460,7 @@ class RowShares:
 
     def __init__(self) -> None:
         self._counts: dict[Hashable, _Counts] = {}
-        self._deals: dict[int, _Deal] = {}  # by object: to compare settings takes longer than to deal anew
+        self._deals: dict[int, _RowSplit] = {}  # by object: to compare settings takes longer than to deal anew
 
     def forget(self) -> None:
         """Forget what was learnt; the proofs need the same shares on every path."""
@@ -489,13 +489,13 @@ class RowShares:
         counts = self._of(method)
         counts.tried, counts.stood = counts.tried * _KEPT**tried + tried, counts.stood * _KEPT**tried + stood
 
-    def _deal(self, merge: Merge) -> _Deal:
+    def _deal(self, merge: Merge) -> _RowSplit:
         """By what is known now; the same until more is learnt."""
         found = self._deals.get(id(merge))
         if found is None:
             members = merge.in_order()
             rates = [max(self._of(part.method).rate for part in parts_of(member) if part.method) for member in members]
-            found = _Deal(merge, rates)
+            found = _RowSplit(merge, rates)
             if len(self._deals) >= _MOST:
                 self._deals.clear()
             self._deals[id(merge)] = found

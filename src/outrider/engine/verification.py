@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.drafting.choosing import Governing
+from outrider.engine.drafting.choosing import MethodChoice
 from outrider.engine.drafting.drafting import StepDraft
 from outrider.engine.failures import Failures, NotFiniteError
 from outrider.engine.scheduler import Schedule, ScheduledSequence
@@ -18,7 +18,7 @@ from outrider.model.runner import ForwardOutput
 from outrider.results import CoinToss
 from outrider.verify.logits import Decode, positions, processed_logprobs, raw_logprobs
 from outrider.verify.noise import NoiseSource
-from outrider.verify.verifier import Candidate, CandidateKeys, Verdict, Verifier, rule_for
+from outrider.verify.verifier import CandidateKeys, DraftCandidate, Verdict, Verifier, rule_for
 
 # --- Verifies the drafts of a step: processes logits row by row, and applies the rules.
 
@@ -29,13 +29,13 @@ class Judged:
 
     Attributes:
         candidate: What was verified.
-        verdict: What stands.
+        verdict: The accepted draft nodes and the token drawn after them.
         logits: [num_logits, vocab_size] of the whole step, as the parameters left them.
         faults: Rows of the candidate from which no token can be chosen (0 is behind the committed text), and why. Drafts
             have rows that no text comes to: such a fault counts when the text comes to its row, and has not ended before.
     """
 
-    candidate: Candidate
+    candidate: DraftCandidate
     verdict: Verdict
     logits: Tensor
     faults: Mapping[int, BaseException]
@@ -47,12 +47,12 @@ class Verification:
     Args:
         noise: Source of all chance.
         failures: Ends requests that cannot go on.
-        governing: Is told how probable texts without drafts are.
+        method_choice: Is told how probable texts without drafts are.
     """
 
-    def __init__(self, noise: NoiseSource, failures: Failures, governing: Governing) -> None:
+    def __init__(self, noise: NoiseSource, failures: Failures, method_choice: MethodChoice) -> None:
         self._failures = failures
-        self._governing = governing
+        self._method_choice = method_choice
         self._faults: dict[int, dict[int, BaseException]] = {}
         self.use_noise(noise)
 
@@ -74,8 +74,8 @@ class Verification:
         for place, verdict in self._verdicts(plan, alive, logits).items():
             seq = plan.items[place].seq
             judged[place] = Judged(alive[place], verdict, logits, faults[place])
-            if verdict.chances and self._governing.watches(seq):
-                self._governing.note(seq, verdict.chances)
+            if verdict.chances and self._method_choice.keeps_probs(seq):
+                self._method_choice.note(seq, verdict.chances)
         return judged
 
     def forget(self) -> None:
@@ -83,7 +83,7 @@ class Verification:
         for of_rows in self._faults.values():
             of_rows.clear()
 
-    def _verdicts(self, plan: Schedule, candidates: dict[int, Candidate], logits: Tensor) -> dict[int, Verdict]:
+    def _verdicts(self, plan: Schedule, candidates: dict[int, DraftCandidate], logits: Tensor) -> dict[int, Verdict]:
         """Of all together; where that raises, of one after another with the same coins, so that it is known whose fault it
         is."""
         self._noise.mark()
@@ -100,7 +100,7 @@ class Verification:
                 (verdicts[place],) = self._verifier.verify([candidate], logits)
         return verdicts
 
-    def _candidates(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput) -> dict[int, Candidate]:
+    def _candidates(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput) -> dict[int, DraftCandidate]:
         """By place in the plan, of all whose next token is due."""
         candidates = {}
         for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
@@ -112,7 +112,7 @@ class Verification:
         return candidates
 
     def _processed(
-        self, plan: Schedule, candidates: dict[int, Candidate], raw: Tensor
+        self, plan: Schedule, candidates: dict[int, DraftCandidate], raw: Tensor
     ) -> tuple[Tensor, dict[int, dict[int, BaseException]]]:
         """Logits as each request's parameters leave them along its draft, and by place the faults of its rows.
 
@@ -142,13 +142,13 @@ class Verification:
         return processed, faults
 
 
-def _candidate(item: ScheduledSequence, step: StepDraft, rows: tuple[int, int]) -> Candidate:
+def _candidate(item: ScheduledSequence, step: StepDraft, rows: tuple[int, int]) -> DraftCandidate:
     """A sequence's draft as the Verifier sees it."""
     view = item.seq.view
     keys = CandidateKeys(view.seq_id, view.seed, view.sample, view.round, len(view.token_ids))
     rule = rule_for(step.draft, item.rule, coupled=item.coupled)
     coins: list[CoinToss] | None = [] if item.seq.request.options.trace else None
-    return Candidate(step.draft, rows, view.sampling, keys, rule, coins)
+    return DraftCandidate(step.draft, rows, view.sampling, keys, rule, coins)
 
 
 # --- Computes logprobs of the tokens that a step commits, for requests that asked for them.
@@ -157,7 +157,9 @@ def _candidate(item: ScheduledSequence, step: StepDraft, rows: tuple[int, int]) 
 Written = Seq[tuple[int, int]]
 
 
-def score(seq: Sequence, candidate: Candidate, written: Written, raw: Tensor, processed: Tensor, decode: Decode) -> None:
+def score(
+    seq: Sequence, candidate: DraftCandidate, written: Written, raw: Tensor, processed: Tensor, decode: Decode
+) -> None:
     """Record the logprobs of tokens that were written.
 
     Args:

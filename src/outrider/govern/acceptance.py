@@ -156,7 +156,7 @@ _LEAST, _MOST = 0.03, 0.97
 
 
 @dataclass
-class _Known:
+class _ScopeCounts:
     """What one scope showed of one method.
 
     Attributes:
@@ -168,8 +168,8 @@ class _Known:
     exists: Counts
 
     @staticmethod
-    def of(memory: float) -> _Known:
-        return _Known(Counts(memory), Counts(memory))
+    def of(memory: float) -> _ScopeCounts:
+        return _ScopeCounts(Counts(memory), Counts(memory))
 
     @property
     def version(self) -> int:
@@ -225,8 +225,8 @@ class _Own:
         outlook: What was last expected, and by the versions of which counts.
     """
 
-    recent: _Known = field(default_factory=lambda: _Known(Counts(_OWN), Counts(_OFFERS)))
-    steady: _Known = field(default_factory=lambda: _Known.of(_STEADY))
+    recent: _ScopeCounts = field(default_factory=lambda: _ScopeCounts(Counts(_OWN), Counts(_OFFERS)))
+    steady: _ScopeCounts = field(default_factory=lambda: _ScopeCounts.of(_STEADY))
     fates: _Surprise = field(default_factory=_Surprise)
     offers: _Surprise = field(default_factory=_Surprise)
     prior_weight: float = _PRIOR_WEIGHT
@@ -287,7 +287,7 @@ class AcceptanceModel:
     def __init__(self, priors: dict[str, float], known: Mapping[str, Experience] | None = None) -> None:
         self._priors = priors
         self._known = dict(known or {})
-        self._shared: dict[tuple[Hashable, str], _Known] = {}
+        self._shared: dict[tuple[Hashable, str], _ScopeCounts] = {}
         self._own: dict[int, dict[str, _Own]] = {}
         self._tenants: dict[int, Hashable] = {}
         self._priors_of: dict[tuple[Hashable, str], tuple[object, Outlook]] = {}
@@ -364,7 +364,7 @@ class AcceptanceModel:
         """Grows with everything that is learnt of a method."""
         return self._shared_by(None, method).version
 
-    def _all_of(self, request: int, method: str) -> list[_Known]:
+    def _all_of(self, request: int, method: str) -> list[_ScopeCounts]:
         own = self._own_of(request, method)
         tenant = self._shared_by(("tenant", self._tenants[request]), method)
         return [own.recent, own.steady, tenant, self._shared_by(None, method)]
@@ -389,7 +389,7 @@ class AcceptanceModel:
             known[method] = _Own()
         return known[method]
 
-    def _shared_by(self, scope: Hashable, method: str) -> _Known:
+    def _shared_by(self, scope: Hashable, method: str) -> _ScopeCounts:
         key = (scope, method)
         known = self._shared.pop(key, None) or self._new(scope, method)
         self._shared[key] = known  # the most recently used come last
@@ -397,10 +397,10 @@ class AcceptanceModel:
             del self._shared[next(iter(self._shared))]
         return known
 
-    def _new(self, scope: Hashable, method: str) -> _Known:
+    def _new(self, scope: Hashable, method: str) -> _ScopeCounts:
         if scope is not None:
-            return _Known.of(_TENANT)
-        known, earlier = _Known.of(_WHOLE), self._known.get(method)
+            return _ScopeCounts.of(_TENANT)
+        known, earlier = _ScopeCounts.of(_WHOLE), self._known.get(method)
         if earlier is not None:
             known.stands.begin(earlier.stands, KEPT)
             known.exists.begin(earlier.exists, KEPT)

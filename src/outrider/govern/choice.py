@@ -27,7 +27,7 @@ _JOINED = 1.05
 _HORIZON = 48.0
 
 
-class Reading(NamedTuple):
+class UnreadTokens(NamedTuple):
     """What a model has to read: in all, and in the step to come."""
 
     method: str
@@ -54,13 +54,13 @@ class Option:
     longest: int
     lag: int = 0
     reads: int = 0
-    members: tuple[Reading, ...] = ()
+    members: tuple[UnreadTokens, ...] = ()
     levels: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property
-    def readings(self) -> tuple[Reading, ...]:
+    def readings(self) -> tuple[UnreadTokens, ...]:
         """What each model has to read."""
-        return self.members or (Reading(self.method, self.lag, self.reads),)
+        return self.members or (UnreadTokens(self.method, self.lag, self.reads),)
 
     def drafting(self, rows: int) -> tuple[tuple[str, int], ...]:
         """Who drafts how many tokens where so many rows are granted."""
@@ -83,7 +83,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DraftPlan:
     """Who drafts how much.
 
     Attributes:
@@ -156,11 +156,11 @@ class Chooser:
         self._doubts: dict[int, float] = {}
         self._plain = self._time(0)
 
-    def plain(self) -> Plan:
+    def plain(self) -> DraftPlan:
         """Nobody drafts."""
-        return Plan({}, float(len(self._texts)), self._plain)
+        return DraftPlan({}, float(len(self._texts)), self._plain)
 
-    def best(self) -> Plan:
+    def best(self) -> DraftPlan:
         """The best of: nobody drafts, all texts take the same method, each text takes the method that suits it."""
         found = self.plain()
         methods = {name for text in self._texts for name in text.options}
@@ -172,7 +172,7 @@ class Chooser:
             found = self._better(found, [self._favourite(text, rate) for text in self._texts])
         return found
 
-    def again(self, plan: Plan) -> Plan:
+    def again(self, plan: DraftPlan) -> DraftPlan:
         """What is expected of the assignment of an earlier plan now. Requests that have ended or begun decode plainly, and
         all do where it might lose more than it may."""
         filling = _Filling(float(len(self._texts)))
@@ -187,7 +187,7 @@ class Chooser:
                 rows[text.request] = (method, place + 1)
         if not self._may(filling):
             return self.plain()
-        return Plan(rows, filling.tokens, self._seconds(filling), _used(filling))
+        return DraftPlan(rows, filling.tokens, self._seconds(filling), _used(filling))
 
     def _time(self, rows: int) -> float:
         """Of a step with so many draft rows, its drafts left out. An earlier plan may have more than there is room for."""
@@ -205,7 +205,7 @@ class Chooser:
         ends = [end for end in ends if rows < end < self._max_rows]
         return min((self._time(end) - now) / (end - rows) for end in [*ends, self._max_rows])
 
-    def _filled(self, chosen: Sequence[Option | None]) -> Plan:
+    def _filled(self, chosen: Sequence[Option | None]) -> DraftPlan:
         """Rows best first for an option of each text, and of all prefixes of this order the best. Further rows are not
         looked at where none of them could bring more than it costs."""
         pairs = zip(self._texts, chosen, strict=True)
@@ -240,7 +240,7 @@ class Chooser:
         rows: dict[int, tuple[str, int]] = {}
         for request in order[:best_rows]:
             rows[request] = (options[request][1].method, rows.get(request, ("", 0))[1] + 1)
-        return Plan(rows, best_tokens, best_seconds, best_used)
+        return DraftPlan(rows, best_tokens, best_seconds, best_used)
 
     def _add(self, filling: _Filling, text: Text, option: Option, place: int, reach: float) -> float:
         """One more row; returns the chance that the text comes through it, where the method has a token there."""
@@ -259,7 +259,7 @@ class Chooser:
                 filling.reading += self._costs.reading_seconds(reading.method, reading.reads)
         return reach
 
-    def _better(self, found: Plan, options: Sequence[Option | None]) -> Plan:
+    def _better(self, found: DraftPlan, options: Sequence[Option | None]) -> DraftPlan:
         """The plan that was found, or the best one for an option of each text."""
         plan = self._filled(options)
         return plan if plan.rate > found.rate * (_JOINED if _joins(options) else 1.0) else found

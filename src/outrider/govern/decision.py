@@ -233,7 +233,7 @@ def _any(chances: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MethodCandidate:
     """A method that may be chosen.
 
     Attributes:
@@ -323,8 +323,8 @@ class MemberDraft:
 
     Attributes:
         member: Which.
-        asked: Draft tokens that were asked for.
-        offered: That there were.
+        asked: Draft tokens requested.
+        offered: Draft tokens returned.
         scores: For each position that was tried, in order: 1 or 0, or the chance with which it would have stood.
     """
 
@@ -335,7 +335,7 @@ class MemberDraft:
 
 
 def most_work(
-    candidates: Mapping[str, Candidate], running: Sequence[Running], decisions: Mapping[int, Decision], at_once: int
+    candidates: Mapping[str, MethodCandidate], running: Sequence[Running], decisions: Mapping[int, Decision], at_once: int
 ) -> StepWork:
     """What a step does in which all drafts are as long as they may be.
 

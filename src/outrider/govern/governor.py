@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from outrider.govern.acceptance import AcceptanceModel, Outlook
-from outrider.govern.account import Account, Standings
-from outrider.govern.choice import Chooser, Option, Plan, Reading, Text
+from outrider.govern.choice import Chooser, DraftPlan, Option, Text, UnreadTokens
 from outrider.govern.costs import CostModel, CostTable, StepTimes, StepWork
-from outrider.govern.decision import Candidate, Decision, Differences, MemberDraft, Running, forecast, most_work
+from outrider.govern.decision import Decision, Differences, MemberDraft, MethodCandidate, Running, forecast, most_work
+from outrider.govern.exploration import BatchKnowledgeTable, ExplorationBudget
 from outrider.govern.shadows import Places, Shadow, Shadows
 
 #: Steps for which a plan holds while the same requests decode and nothing seems to have changed.
@@ -49,7 +49,7 @@ class Governor:
 
     def __init__(
         self,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[MethodCandidate],
         table: CostTable,
         max_rows: int = 512,
         holds: int = HOLDS,
@@ -60,20 +60,20 @@ class Governor:
         self.candidates = {each.name: each for each in candidates}
         self._lookups = frozenset(each.name for each in candidates if each.lookup)
         in_one_pass = [each.name for each in candidates if each.in_one_pass]
-        self._standings = Standings(CostModel(table, sorted(self._lookups), in_one_pass))
+        self._knowledge = BatchKnowledgeTable(CostModel(table, sorted(self._lookups), in_one_pass))
         self._differences = {each.name: Differences() for each in candidates if each.composite is not None}
-        self._here = self._standings.of(1, 0)
+        self._here = self._knowledge.of(1, 0)
         known = {each.name: each.experience for each in candidates if each.experience is not None}
         self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates}, known)
         self.chosen: Counter[tuple[str, int]] = Counter()
         self._max_rows = max_rows
-        self._plan, self._plan_reason = Plan(), ""
+        self._plan, self._plan_reason = DraftPlan(), ""
         self._outlooks: dict[tuple[int, str], Outlook] = {}  # by which the plan was made
         self._since_longer: Counter[int] = Counter()
         self._batch: tuple[int, ...] = ()
         self._age, self._step, self._changed = 0, 0, True
-        self._account = Account(self._here.costs.step_seconds(1, 0))
-        self._shadows = Shadows(self.candidates, self._account, read_at_once)
+        self._exploration = ExplorationBudget(self._here.costs.step_seconds(1, 0))
+        self._shadows = Shadows(self.candidates, self._exploration, read_at_once)
         self._places = Places()
         self._worths: dict[int, float] = {}
 
@@ -102,12 +102,12 @@ class Governor:
         self._step += 1
         self._age += 1
         self.chosen["none", 0] += len(self._batch)
-        self._account.begin_step(StepWork(len(self._batch), len(self._batch), 0), self._here.costs)
+        self._exploration.begin_step(StepWork(len(self._batch), len(self._batch), 0), self._here.costs)
 
     def decide(self, running: Sequence[Running]) -> dict[int, Decision]:
         """What each request does in the coming step."""
         self._step += 1
-        self._here = self._standings.of(len(running), sum(each.context for each in running))
+        self._here = self._knowledge.of(len(running), sum(each.context for each in running))
         self._places.see(self._step, (each.request for each in running))
         free = [each for each in running if each.longest > 0 and each.methods]
         if free and self._must_plan(running):
@@ -115,7 +115,7 @@ class Governor:
         measuring = bool(free) and self._is_time_for_plain(len(running) + sum(each.forced for each in running))
         decisions = {each.request: self._decision(each, measuring=measuring) for each in running}
         work = most_work(self.candidates, running, decisions, self._read_at_once)
-        if not self._account.begin_step(work, self._here.costs):
+        if not self._exploration.begin_step(work, self._here.costs):
             self._changed = True  # another plan may cost less
             decisions = {request: _saving(decision) for request, decision in decisions.items()}
         for decision in decisions.values():
@@ -128,14 +128,14 @@ class Governor:
         if batch == self._batch and self._plan_holds():
             return False
         self._batch, self._age, self._changed = batch, 0, False
-        if self._account.is_empty:
-            self._plan = Plan()  # no draft could be paid, and no planning
-        return not self._account.is_empty
+        if self._exploration.is_empty:
+            self._plan = DraftPlan()  # no draft could be paid, and no planning
+        return not self._exploration.is_empty
 
     def _plan_holds(self) -> bool:
         pause = _pause(len(self._batch))
         holds = self._holds * pause * (1 if self._plan.rows or pause == 1 else 2)  # of idle methods little is learnt
-        if self._account.is_empty and not self._plan.rows:
+        if self._exploration.is_empty and not self._plan.rows:
             return True  # no draft could be paid, and no planning
         return self._age < holds and not (self._changed and self._age >= pause)
 
@@ -146,7 +146,7 @@ class Governor:
         self._worths = self._places.worths(running, here.costs, here.speed)
         texts = [Text(each.request, self._options(each, steady=steady), self._worths[each.request]) for each in free]
         texts += [Text(each.request, {}) for each in running if each.longest <= 0 or not each.methods]
-        chooser = Chooser(here.costs, texts, sum(each.context for each in running), self._max_rows, self._account.left)
+        chooser = Chooser(here.costs, texts, sum(each.context for each in running), self._max_rows, self._exploration.left)
         plain, best = chooser.plain(), chooser.best()
         doubt = here.costs.uncertainty(len(running) + sum(rows for _, rows in best.rows.values()), len(running))
         least = (
@@ -167,7 +167,7 @@ class Governor:
         if not chooser.limited:  # what may not be tried now says nothing of the text
             here.note_plan(self._step, is_on=2 * len(best.rows) >= len(free))
 
-    def _speed(self, plan: Plan) -> float:
+    def _speed(self, plan: DraftPlan) -> float:
         """Tokens that a text which drafts is expected to write in a step."""
         if not plan.rows:
             return 1.0
@@ -212,7 +212,7 @@ class Governor:
         members = composite.together.members
         outlooks = {member: self.acceptance.outlook(each.request, member, steady=steady) for member in members}
         found = forecast(composite, outlooks, self._lookups, longest, self._differences[name].share)
-        readings = [Reading(member, each.lags.get(member, 0), reads(member)) for member in members]
+        readings = [UnreadTokens(member, each.lags.get(member, 0), reads(member)) for member in members]
         return Option(name, found.outlook, longest, members=tuple(readings), levels=found.levels)
 
     def _is_time_for_plain(self, num_rows: int) -> bool:
@@ -248,7 +248,7 @@ class Governor:
     @property
     def scores_now(self) -> bool:
         """Whether idle methods are scored in this step."""
-        return self._step % _pause(len(self._batch)) == 0 and not self._account.is_empty
+        return self._step % _pause(len(self._batch)) == 0 and not self._exploration.is_empty
 
     def shadows(self, running: Sequence[Running]) -> list[Shadow]:
         """Idle methods to score in this step, within their share of the time."""
@@ -264,8 +264,8 @@ class Governor:
         Args:
             request: Whose.
             method: Who drafted.
-            asked: Draft tokens that were asked for.
-            offered: That there were.
+            asked: Draft tokens requested.
+            offered: Draft tokens returned.
             accepted: That entered the text.
             rejected: Whether the target wrote another token in place of the next one.
             shadow: Whether it was never made, so that the text gained nothing by it.
@@ -296,7 +296,7 @@ class Governor:
     def _earn(self, request: int, offered: int, accepted: int) -> None:
         """A draft with so many tokens brought so many into the text."""
         self._since_longer[request] += offered > 0
-        self._account.win(accepted * self._worths.get(request, 1.0))
+        self._exploration.win(accepted * self._worths.get(request, 1.0))
 
     def _observe_member(self, request: int, draft: MemberDraft, tokens: float) -> None:
         if draft.member in self._lookups or not draft.offered:
@@ -315,14 +315,14 @@ class Governor:
 
     def observe_own_seconds(self, seconds: float) -> None:
         """Planning, or asking which idle methods to score, took so long."""
-        self._account.spend(seconds)
+        self._exploration.spend(seconds)
 
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""
-        work = self._account.as_begun(work)
-        standing = self._standings.of(work.texts, work.context)
-        standing.plain_due |= standing.costs.observe(work, times)
-        self._account.end_step(work, times, standing.costs)
+        work = self._exploration.as_begun(work)
+        knowledge = self._knowledge.of(work.texts, work.context)
+        knowledge.plain_due |= knowledge.costs.observe(work, times)
+        self._exploration.end_step(work, times, knowledge.costs)
         self._shadows.earn(times.total, _pause(len(self._batch)))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, sqrt
 
-from outrider.govern.account import Account
-from outrider.govern.choice import Plan
+from outrider.govern.choice import DraftPlan
 from outrider.govern.costs import CostModel
-from outrider.govern.decision import Candidate, Running
+from outrider.govern.decision import MethodCandidate, Running
+from outrider.govern.exploration import ExplorationBudget
 
 # --- Scores of idle methods: which of them are due, and what scoring may take of the time.
 
@@ -67,13 +67,15 @@ class Shadows:
 
     Args:
         candidates: The methods, by name.
-        account: Pays.
+        exploration: The budget that pays for scores.
         read_at_once: Tokens that a method's own model reads in a step at most.
     """
 
-    def __init__(self, candidates: Mapping[str, Candidate], account: Account, read_at_once: int) -> None:
+    def __init__(
+        self, candidates: Mapping[str, MethodCandidate], exploration: ExplorationBudget, read_at_once: int
+    ) -> None:
         self._candidates = candidates
-        self._account = account
+        self._exploration = exploration
         self._read_at_once = read_at_once
         self._saved = dict.fromkeys((each.lookup for each in candidates.values()), 0.0)  # of lookups, and of models
         self._begun: dict[int, int] = {}
@@ -117,7 +119,7 @@ class Shadows:
         usual = self._usual.get(method, 0.0)
         each = min(seconds / texts, _MOST_BELIEVED * max(usual, self._cost(method, self._read_at_once, costs)))
         self._saved[self._candidates[method].lookup] -= each * texts
-        self._account.spend(each * texts)
+        self._exploration.spend(each * texts)
         self._usual[method] = usual + (0.2 if each < _MOST_BELIEVED * usual else 1.0) * (each - usual)
 
     def earn(self, seconds: float, pause: int) -> None:
@@ -145,9 +147,9 @@ class Shadows:
 
     def _affordable(self, idle: Sequence[Idle], saved: float) -> list[Shadow]:
         found = []
-        left = self._account.left
+        left = self._exploration.left
         for each in idle:
-            kept = _FOR_DRAFTS * self._account.most if each.lookup else 0.0  # cheap ones would leave nothing for drafts
+            kept = _FOR_DRAFTS * self._exploration.most if each.lookup else 0.0  # cheap ones would leave nothing for drafts
             if each.cost <= min(saved, left - kept):
                 saved, left = saved - each.cost, left - each.cost
                 found.append(Shadow(each.request, each.method))
@@ -241,7 +243,7 @@ class Places:
         empty = self.stay_empty
         return {each.request: empty * worth + 1.0 - empty for each, worth in zip(running, found, strict=True)}
 
-    def lateness(self, running: Sequence[Running], plan: Plan, worth: Mapping[int, float]) -> float:
+    def lateness(self, running: Sequence[Running], plan: DraftPlan, worth: Mapping[int, float]) -> float:
         """By which share the batch ends later than its texts do on average, as far as nobody takes their places."""
         bounds = [each.to_write for each in running if each.request in plan.rows and each.to_write is not None]
         if len(bounds) < 2:

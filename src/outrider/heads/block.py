@@ -15,7 +15,7 @@ from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, Blo
 from outrider.heads.eagle import LookByLayer, TextHead, features_before
 from outrider.heads.features import HeadLayer, LayerInput
 from outrider.heads.formats.published import PublishedHead
-from outrider.heads.lone import SeenRows, attend_alone
+from outrider.heads.lone import SeenContext, attend_alone
 from outrider.heads.placed import PlacedNetwork
 from outrider.model.attention import Scores
 from outrider.model.context import additive
@@ -115,7 +115,7 @@ class BlockHead:
         for i, (position, context) in enumerate(contexts):
             block = slice(i * size, (i + 1) * size)
             keys, values = (torch.cat([old.to(new.dtype), new[block]]) for old, new in zip(context, own, strict=True))
-            seen.append(SeenRows(block, keys, values, _mask(reach, position, queries[block])))
+            seen.append(SeenContext(block, keys, values, _mask(reach, position, queries[block])))
         return layer.leave(rows, attend_alone(queries, seen, Scores(layer.self_attn.scaling)))
 
 
@@ -239,7 +239,7 @@ def _left(layer: HeadLayer, given: LayerInput, tables: tuple[Tensor, Tensor], lo
     return layer.leave(given.residual, found)
 
 
-def _seen(texts: Sequence[Continuation], number: int, keys: Tensor, values: Tensor) -> list[SeenRows]:
+def _seen(texts: Sequence[Continuation], number: int, keys: Tensor, values: Tensor) -> list[SeenContext]:
     """What the rows of drafts see in a layer: the text but for its first token, and the rows of their draft up to their
     own."""
     found, first = [], 0
@@ -249,6 +249,6 @@ def _seen(texts: Sequence[Continuation], number: int, keys: Tensor, values: Tens
         count = rows.stop - rows.start
         seen = torch.ones(count, len(held_keys) + count, dtype=torch.bool, device=keys.device).tril(len(held_keys))
         joined = torch.cat([held_keys, keys[rows]]), torch.cat([held_values, values[rows]])
-        found.append(SeenRows(rows, *joined, additive(seen, keys.dtype) if count > 1 else None))
+        found.append(SeenContext(rows, *joined, additive(seen, keys.dtype) if count > 1 else None))
         first = rows.stop
     return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.cache.memory import AddedShape
 from outrider.heads.features import FeatureHeadNetwork, LayerInput
 from outrider.heads.formats.published import PublishedHead
-from outrider.heads.lone import Look, SeenRows, attend_alone
+from outrider.heads.lone import Look, SeenContext, attend_alone
 from outrider.heads.placed import PlacedNetwork
 from outrider.model.attention import Scores
 from outrider.model.target import Target
@@ -21,7 +21,7 @@ from outrider.model.target import Target
 
 
 #: `Look` for any layer of a head, which is the first argument.
-LookByLayer = Callable[[int, Tensor, Tensor], Sequence[SeenRows]]
+LookByLayer = Callable[[int, Tensor, Tensor], Sequence[SeenContext]]
 
 
 class TextHead(ABC):
@@ -81,7 +81,7 @@ class TextHead(ABC):
         """What is kept of a whole text, for the proofs: see `AddedLayers`. The first token has no features before it."""
         kept = []
 
-        def keep(layer: int, keys: Tensor, values: Tensor) -> list[SeenRows]:
+        def keep(layer: int, keys: Tensor, values: Tensor) -> list[SeenContext]:
             rows = keys.to(self._target.dtype), values.to(self._target.dtype)
             kept.append(rows)
             return [self.seen_of_text(layer, 0, slice(0, len(keys)), *rows)]
@@ -90,7 +90,7 @@ class TextHead(ABC):
         self.read([token_ids], [range(len(token_ids))], before, hidden, keep)
         return kept
 
-    def seen_of_text(self, layer: int, start: int, rows: slice, keys: Tensor, values: Tensor) -> SeenRows:
+    def seen_of_text(self, layer: int, start: int, rows: slice, keys: Tensor, values: Tensor) -> SeenContext:
         """What rows of a text see in a layer.
 
         Args:
@@ -106,7 +106,7 @@ class TextHead(ABC):
             seen &= own - slots < self.window
         seen |= slots == own  # rows that nobody looks at must be numbers all the same
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=keys.device).masked_fill_(~seen, float("-inf"))
-        return SeenRows(rows, keys.to(self.dtype), values.to(self.dtype), mask)
+        return SeenContext(rows, keys.to(self.dtype), values.to(self.dtype), mask)
 
 
 # --- FeatureHead: a head that drafts token by token, with attention of its own.

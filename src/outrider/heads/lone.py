@@ -29,7 +29,7 @@ from outrider.model.context import SeenPart
 # --- A decoder layer that stands alone, as heads have one: what transformers knows of it, and what its rows see.
 
 
-class SeenRows(NamedTuple):
+class SeenContext(NamedTuple):
     """What some rows of a layer look at.
 
     Attributes:
@@ -46,10 +46,10 @@ class SeenRows(NamedTuple):
 
 #: Keeps the keys and values of all rows of a layer, [n, num_kv_heads, dim] each, and says what these rows see, in their
 #: order.
-Look = Callable[[Tensor, Tensor], Sequence[SeenRows]]
+Look = Callable[[Tensor, Tensor], Sequence[SeenContext]]
 
 
-def attend_alone(queries: Tensor, seen: Sequence[SeenRows], scores: Scores) -> Tensor:
+def attend_alone(queries: Tensor, seen: Sequence[SeenContext], scores: Scores) -> Tensor:
     """What rows find [n, num_heads, value_dim], of their queries [n, num_heads, head_dim]."""
     parts = [(each, SeenPart(slice(0, len(each.keys)), causal=False, mask=each.mask)) for each in seen]
     return torch.cat(
@@ -160,7 +160,7 @@ class LoneDecoder(nn.Module):
         """What the layer keeps of rows, [n, num_kv_heads, dim] each; the arguments are those of `forward`. What comes
         behind the keys and values is not computed."""
 
-        def stop(keys: Tensor, values: Tensor) -> list[SeenRows]:
+        def stop(keys: Tensor, values: Tensor) -> list[SeenContext]:
             raise _EnoughError(keys, values)
 
         try:

@@ -456,7 +456,7 @@ class DecoderKernel:
             keeps_only: Whether the last layer ends with its keys and values.
         """
         num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
-        beyond = None if rows.sources is None else _SourceRows(rows.sources)
+        beyond = None if rows.sources is None else _SourceTables(rows.sources)
         assert self.head is not None or not num_logits, "these layers have no logits of their own"
         width, vocab_size = (0, 0) if self.head is None else (self.head.width, self.head.out_features)
         out = torch.empty(num_logits, width, dtype=self.real)
@@ -539,7 +539,7 @@ class DecoderKernel:
         return self._vectors[-1].data_ptr()
 
 
-class _SourceRows:
+class _SourceTables:
     """Rows as they see sources, for the kernels.
 
     Args:

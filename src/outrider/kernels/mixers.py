@@ -105,7 +105,7 @@ class MixerRows:
 
     Attributes:
         inputs: [num_rows, num_channels] the tape of the convolution.
-        updates: The tape of the matrices, in the order of `recurrence.MatrixRows`; empty without matrices.
+        updates: The tape of the matrices, in the order of `recurrence.MatrixUpdates`; empty without matrices.
     """
 
     def __init__(self, mixer: Mixer, num_rows: int, real: torch.dtype) -> None:
@@ -175,7 +175,7 @@ def mixer_structs(mixed: Sequence[MixerRows | None]) -> ctypes.Array[MixerRowsSt
 
 
 @dataclass(frozen=True)
-class MatrixRows:
+class MatrixUpdates:
     """What rows do to the matrices of a text, [num_heads, key_dim, value_dim].
 
     A row multiplies the matrix of a head by its decay, and adds the key times the value to it; or the key times a share
@@ -210,7 +210,7 @@ def usable(state: Tensor) -> bool:
 def advance(
     library: KernelLibrary,
     state: Tensor,  # [num_heads, key_dim, value_dim]
-    rows: MatrixRows,
+    rows: MatrixUpdates,
     queries: Tensor,  # [num_rows, num_key_heads, key_dim]
     parents: tuple[int, ...] | None,
     wanted: Collection[int],

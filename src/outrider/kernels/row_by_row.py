@@ -43,7 +43,7 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class NotingRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NotedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `note` for every operator that `RowByRow` computes in another way, with its first operand and the bytes of the
     weight that it reads.
 

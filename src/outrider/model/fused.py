@@ -22,7 +22,7 @@ from outrider.model.context import ForwardContext
 from outrider.model.families import Family
 from outrider.model.layer_builder import decoder_layer, decoder_shape, described, keys_and_values_of_source, norm_of
 from outrider.model.matrices import Matrices, stored, whole
-from outrider.model.running import Convolution, Recurrence, RunningPass, StateFunction, TextRows
+from outrider.model.running import CellRows, Convolution, Recurrence, RunningPass, StateFunction
 
 # --- The fastest backend on CPUs: a whole pass of a decoder in one call of our own kernels.
 #
@@ -247,7 +247,7 @@ class FusedPass:
         real: torch.dtype,
     ) -> None:
         self._running, self._batch, self._real = running, batch, real
-        self._left: list[tuple[TextRows, list[Tensor], dict[int, Tensor]]] = []
+        self._left: list[tuple[CellRows, list[Tensor], dict[int, Tensor]]] = []
         self.rows = [self._opened(layer, mixers[layer]) for layer in layers]
 
     def leave(self) -> None:
@@ -268,9 +268,9 @@ class FusedPass:
                 self._keep(matrix, rows.keep_states(matrix.state, first, matrix.wanted), rows.updates, first)
         return rows
 
-    def _open(self, layer: int, place: int, function: StateFunction, tape: tuple[Tensor, ...]) -> list[TextRows]:
+    def _open(self, layer: int, place: int, function: StateFunction, tape: tuple[Tensor, ...]) -> list[CellRows]:
         return self._running.open((layer, place), function, tape)
 
-    def _keep(self, part: TextRows, states: dict[int, Tensor], tape: tuple[Tensor, ...], first: int) -> None:
+    def _keep(self, part: CellRows, states: dict[int, Tensor], tape: tuple[Tensor, ...], first: int) -> None:
         rows = [each[first : first + part.segment.num_rows] for each in tape]
         self._left.append((part, rows, states))

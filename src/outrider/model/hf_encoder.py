@@ -83,7 +83,7 @@ class SourceCache(EncoderDecoderCache):  # type: ignore[misc]
 
     def __init__(self, sources: SourcePass) -> None:
         self.self_attention_cache = _NoCache(layers=[])
-        self.cross_attention_cache = _SourceRows(sources)
+        self.cross_attention_cache = _SourceCache(sources)
         self.is_updated = dict.fromkeys(range(sources.num_layers), not sources.has_new)
 
 
@@ -97,7 +97,7 @@ class _NoCache(Cache):  # type: ignore[misc]
         return 0
 
 
-class _SourceRows(_NoCache):
+class _SourceCache(_NoCache):
     def __init__(self, sources: SourcePass) -> None:
         super().__init__(layers=[])
         self._sources = sources

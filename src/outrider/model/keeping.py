@@ -108,7 +108,7 @@ def keep_reference(loaded: LoadedModel, reference: Reference) -> None:
 
 
 def _path(loaded: LoadedModel) -> Path | None:
-    """Where it lies: by the files, by how they are loaded, and by what computes."""
+    """Cache file for this checkpoint, load options and kernel build."""
     if not is_gguf(loaded.name):
         return None
     files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in parts_of(loaded.name)]

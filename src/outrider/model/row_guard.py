@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from outrider.kernels.row_by_row import NotingRows, RowByRow, fills_vectors
+from outrider.kernels.row_by_row import NotedOperators, RowByRow, fills_vectors
 
 
 class GuardedKinds:
@@ -49,7 +49,7 @@ def noting_kinds(model: nn.Module) -> Iterator[GuardedKinds]:
         hooks.append(module.register_forward_pre_hook(enter))
         hooks.append(module.register_forward_hook(lambda *_: running.pop() and None, always_call=True))
     try:
-        with NotingRows(lambda operand, weight_bytes: found.note(*running[-1], operand, weight_bytes)):
+        with NotedOperators(lambda operand, weight_bytes: found.note(*running[-1], operand, weight_bytes)):
             yield found
     finally:
         for hook in hooks:

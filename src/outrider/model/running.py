@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from outrider.cache.running import Anchor, Cell, CellRecord, RunningText
 from outrider.kernels import mixers
 from outrider.kernels.library import kernel_library
-from outrider.kernels.mixers import MatrixRows
+from outrider.kernels.mixers import MatrixUpdates
 from outrider.model.batch import RaggedBatch, Segment
 
 # --- RunningPass: one pass over the running states of all its texts.
@@ -63,10 +63,10 @@ class RunningPass:
             outputs.append(out)
         return torch.cat(outputs)
 
-    def open(self, cell: Cell, function: StateFunction, tape: tuple[Tensor, ...]) -> list[TextRows]:
+    def open(self, cell: Cell, function: StateFunction, tape: tuple[Tensor, ...]) -> list[CellRows]:
         """The texts in one cell, in their order, for rows that leave such a tape [num_rows, ...]."""
         some = zip(self._texts, self._batch.segments, self._places, self._left, strict=True)
-        return [TextRows(text, cell, function, segment, tape, passed, left) for text, segment, passed, left in some]
+        return [CellRows(text, cell, function, segment, tape, passed, left) for text, segment, passed, left in some]
 
     def keep(self) -> None:
         """The pass has succeeded: leave the states, and the tape of its rows, to the next one."""
@@ -74,7 +74,7 @@ class RunningPass:
             text.records.update(left)
 
 
-class TextRows:
+class CellRows:
     """The rows of one text in one cell: the state that they go on from, and what the text keeps of them.
 
     The rows of earlier passes that are certain by now are applied first, and for good. Those behind them, which some
@@ -356,7 +356,7 @@ def _windows(rows: StateRows, reach: int) -> list[list[int]]:
 class Recurrence(StateFunction):
     """The state is a matrix for each head, [num_heads, key_dim, value_dim].
 
-    A tape holds the fields of `MatrixRows` in their order, without shares where nothing is corrected. A row's query is
+    A tape holds the fields of `MatrixUpdates` in their order, without shares where nothing is corrected. A row's query is
     [num_key_heads, key_dim]. The selective scan of Mamba is one head whose numbers all decay by factors of their own.
 
     Where there is no kernel, rows are computed one after another by operators whose shapes are those of one row. Either way
@@ -376,7 +376,7 @@ class Recurrence(StateFunction):
     def run(self, state: Tensor, rows: StateRows, wanted: Collection[int]) -> tuple[Tensor, dict[int, Tensor]]:
         library = kernel_library()
         if library is not None and mixers.usable(state):
-            return mixers.advance(library, state, MatrixRows(*rows.tape), rows.queries[0], rows.parents, wanted)
+            return mixers.advance(library, state, MatrixUpdates(*rows.tape), rows.queries[0], rows.parents, wanted)
         return self.run_stock(state, rows, wanted)
 
     def run_stock(self, state: Tensor, rows: StateRows, wanted: Collection[int]) -> tuple[Tensor, dict[int, Tensor]]:

@@ -17,7 +17,7 @@ _FIRST = "a"
 _ANCHORS = ("", "\n")
 
 
-class Vocabulary:
+class ModelVocabulary:
     """The tokens of one model as the bytes that they write.
 
     Args:

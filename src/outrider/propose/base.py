@@ -189,11 +189,11 @@ class ProposerSequence:
 
 
 def _unheard(problem: str) -> None:
-    """Nobody counts faults here."""
+    """Default fault callback: ignores the report."""
 
 
 def _uncounted(stage: str, num_drafted: int, num_accepted: int) -> None:
-    """Nobody counts the passes of stages here."""
+    """Default callback for passes of stages: ignores the count."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.errors import InvalidParameterError
 from outrider.loading.sources import check_sources
 from outrider.loading.tokenizers import given_tokenizer
-from outrider.model.vocabulary import Vocabulary, whole_characters
+from outrider.model.vocabulary import ModelVocabulary, whole_characters
 from outrider.propose.base import ProposerSequence
 
 # --- Bridge: translates texts and logits between the vocabularies of a target and its draft model.
@@ -107,7 +107,7 @@ class SharedTokens:
         twins: For each token of the target the draft's token that writes the same, -1 where there is none.
     """
 
-    def __init__(self, target: Vocabulary, draft: Vocabulary, *, by_text: bool = False) -> None:
+    def __init__(self, target: ModelVocabulary, draft: ModelVocabulary, *, by_text: bool = False) -> None:
         self.target, self.draft = target, draft
         self.twins = shared_tokens(target, draft)
         self._marks = {id: self._mark(id, text) for id, text in target.special.items()}
@@ -233,7 +233,7 @@ class _Reading:
             self.settled += bridge.draft.opening
 
 
-def shared_tokens(target: Vocabulary, draft: Vocabulary) -> list[int]:
+def shared_tokens(target: ModelVocabulary, draft: ModelVocabulary) -> list[int]:
     """For each token of the target the draft's token that writes the same bytes, -1 where there is none.
 
     No token is the twin of two. Special tokens are twins where their texts are the same; so are those that end a text.
@@ -308,11 +308,11 @@ def compare_vocabularies(target: str, draft: str, text: str, *, num_examples: in
         ContradictionError: A tokenizer does not tell what its tokens write.
     """
     check_sources(target=target, draft=draft)
-    ours, theirs = (Vocabulary(given_tokenizer(name), name) for name in (target, draft))
+    ours, theirs = (ModelVocabulary(given_tokenizer(name), name) for name in (target, draft))
     return report(ours, theirs, text, num_examples=num_examples)
 
 
-def report(target: Vocabulary, draft: Vocabulary, text: str, *, num_examples: int = 12) -> VocabularyReport:
+def report(target: ModelVocabulary, draft: ModelVocabulary, text: str, *, num_examples: int = 12) -> VocabularyReport:
     """The same of vocabularies that are there already.
 
     Raises:
@@ -345,13 +345,13 @@ def report(target: Vocabulary, draft: Vocabulary, text: str, *, num_examples: in
     )
 
 
-def _match(target: Vocabulary, draft: Vocabulary, share: float) -> Literal["tokens", "text"] | None:
+def _match(target: ModelVocabulary, draft: ModelVocabulary, share: float) -> Literal["tokens", "text"] | None:
     if share >= LEAST_SHARE:
         return "tokens"
     return "text" if any(piece and target.can_write(piece) for piece in draft.pieces) else None
 
 
-def _known(vocabulary: Vocabulary) -> dict[int, bytes | str]:
+def _known(vocabulary: ModelVocabulary) -> dict[int, bytes | str]:
     """What each token writes, or its text where it is a special one."""
     ordinary = {id: piece for id, piece in enumerate(vocabulary.pieces) if piece is not None}
     return {**ordinary, **vocabulary.special}

@@ -18,7 +18,7 @@ from pydantic import Field
 from outrider.draft import EMPTY, Draft, Law
 from outrider.errors import ContradictionError, VocabularyMismatchError
 from outrider.model.runner import ModelRunner
-from outrider.model.vocabulary import Vocabulary
+from outrider.model.vocabulary import ModelVocabulary
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.bridge import SharedTokens
 from outrider.propose.draft_model import Drafting, DraftModel, DraftModelProposer, Work
@@ -52,10 +52,10 @@ class CrossVocabulary(DraftModel):
             problem = 'match="text" drafts whole tokens of the target, which have no probability of their own'
             raise ContradictionError("min_confidence", self.min_confidence, problem, "Leave it out.")
         theirs = context.target
-        target = Vocabulary(theirs.tokenizer, theirs.name, theirs.vocab_size, theirs.eos_token_ids)
+        target = ModelVocabulary(theirs.tokenizer, theirs.name, theirs.vocab_size, theirs.eos_token_ids)
         runner = self.load(context)
         loaded = runner.loaded
-        draft = Vocabulary(loaded.tokenizer, loaded.name, loaded.vocab_size, loaded.eos_token_ids)
+        draft = ModelVocabulary(loaded.tokenizer, loaded.name, loaded.vocab_size, loaded.eos_token_ids)
         bridge = SharedTokens(target, draft, by_text=self.match == "text")
         if self.match == "tokens":
             _check_shared(bridge)

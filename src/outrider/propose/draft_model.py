@@ -141,13 +141,13 @@ class DraftModelProposer(Proposer):
     def prefill(self, prompts: Sequence[PromptRows]) -> None:
         """Compute as large a part of each prompt as the target will have computed, all in one pass."""
         rows_left = self._max_rows
-        reading = list[Reading]()
+        reading = list[TextReading]()
         for prompt in prompts:
             text = self._follow(prompt.sequence, ())
             rows = text.missing(min(text.due(prompt) - text.state.end, rows_left))
             if rows and text.room > 1 and self._reserve(text.state, len(rows)):
                 rows_left -= len(rows)
-                reading.append(Reading(prompt.sequence, text, text.segment(rows, len(rows))))
+                reading.append(TextReading(prompt.sequence, text, text.segment(rows, len(rows))))
         if reading:
             self.read(reading)
         for each in reading:
@@ -175,7 +175,7 @@ class DraftModelProposer(Proposer):
         first, end = max(known, start + 1), min(start + len(rows) + 1, len(sequence.token_ids))
         count = max(0, end - first)
         segment = text.segment(rows, first - 1 - start if count else len(rows))
-        logits = self.read([Reading(sequence, text, segment)]).logits[:count]
+        logits = self.read([TextReading(sequence, text, segment)]).logits[:count]
         if not count:
             return []
         probs = law_of(self._bridge.logits(logits), [sequence.sampling] * count)
@@ -204,7 +204,7 @@ class DraftModelProposer(Proposer):
         """Added layers that must hold all that is computed of a text; for a proposer that shows its rows to override."""
         return frozenset()
 
-    def read(self, reading: Sequence[Reading]) -> ForwardOutput:
+    def read(self, reading: Sequence[TextReading]) -> ForwardOutput:
         """Compute rows of texts in one pass, and note that they are computed."""
         out = self.runner.forward([each.segment for each in reading], self._shown_layers)
         for each in reading:
@@ -341,7 +341,7 @@ class OwnText:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TextReading:
     """Rows of a text that the draft model computes without drafting.
 
     Attributes:

@@ -16,14 +16,21 @@ from outrider.heads.features import FeatureHeadConfig
 from outrider.heads.formats.mtp import read_mtp_config
 from outrider.heads.formats.published import PublishedHead, read_head, read_head_config
 from outrider.heads.fused_head import FusedHead, Left, open_fused
-from outrider.heads.lone import SeenRows
+from outrider.heads.lone import SeenContext
 from outrider.heads.mtp import MtpHead, mtp_shape
 from outrider.loading.loaded_model import LoadedModel
 from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.beside_target import FeatureTextProposer, read_texts
 from outrider.propose.bridge import Bridge, ChosenTokens, SameVocabulary
-from outrider.propose.feature_rows import BlockRows, DraftRows, GrowingRows, TextRows, pass_through, unread_tokens
+from outrider.propose.feature_rows import (
+    CellRows,
+    PartialBlockDraft,
+    PartialDraft,
+    PartialModuleDraft,
+    pass_through,
+    unread_tokens,
+)
 from outrider.propose.row_heads import FolderMethod
 from outrider.propose.settings import ProposerContext
 from outrider.propose.trees.growth import add_level
@@ -146,7 +153,7 @@ class Mtp(FolderMethod):
 # layer, and so on; the last layer guesses all tokens that are left.
 
 
-RowsT = TypeVar("RowsT", bound=GrowingRows)
+RowsT = TypeVar("RowsT", bound=PartialDraft)
 
 
 class FeatureHeadProposer(FeatureTextProposer, Generic[RowsT]):
@@ -177,33 +184,33 @@ class FeatureHeadProposer(FeatureTextProposer, Generic[RowsT]):
         return [each.growth.draft() for each in drafting]
 
 
-class LayerHeadProposer(FeatureHeadProposer[DraftRows]):
+class LayerHeadProposer(FeatureHeadProposer[PartialModuleDraft]):
     """The same from a head whose layers are modules; the arguments are those of `FeatureHeadProposer`."""
 
     def __init__(self, head: FeatureHead, target: Target, bridge: Bridge, min_confidence: float = 0.0) -> None:
         super().__init__(head, target, bridge, min_confidence)
         self._head = head
 
-    def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
+    def _compute(self, read: Sequence[CellRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
         return read_texts(self.added, self._head, read, before, states)
 
-    def _begin(self, request: ProposeRequest) -> DraftRows:
+    def _begin(self, request: ProposeRequest) -> PartialModuleDraft:
         growth = self._growth(request, request.max_depth, self._head.num_layers)
         held = self.added.num_filled(request.sequence.kv)
-        drafting = DraftRows(growth, held, unread_tokens(request, held), self._head.window)
+        drafting = PartialModuleDraft(growth, held, unread_tokens(request, held), self._head.window)
         if growth.growing:
             text = [self.added.read(request.sequence.kv, layer, held) for layer in range(self._head.num_layers)]
             features = self._last_features(request.sequence).to(self._head.dtype)
             drafting.begin(text, features.reshape(self._head.num_layers, -1), self._head.dtype)
         return drafting
 
-    def _run(self, work: Sequence[tuple[DraftRows, list[int]]]) -> None:
+    def _run(self, work: Sequence[tuple[PartialModuleDraft, list[int]]]) -> None:
         self._leave(work)
 
-    def _guess(self, work: Sequence[tuple[DraftRows, list[int]]]) -> Tensor:
+    def _guess(self, work: Sequence[tuple[PartialModuleDraft, list[int]]]) -> Tensor:
         return self._head.logits(self._leave(work))
 
-    def _leave(self, work: Sequence[tuple[DraftRows, list[int]]]) -> Tensor:
+    def _leave(self, work: Sequence[tuple[PartialModuleDraft, list[int]]]) -> Tensor:
         """What the head leaves [n, width] at rows of drafts, in the layer that guesses the token behind each."""
         rows = [(each, row) for each, own in work for row in own]
         last = self._head.num_layers - 1
@@ -224,10 +231,10 @@ class LayerHeadProposer(FeatureHeadProposer[DraftRows]):
             each.features[row] = features
         return found
 
-    def _run_layer(self, layer: int, rows: Sequence[tuple[DraftRows, int]], features: Tensor) -> Tensor:
+    def _run_layer(self, layer: int, rows: Sequence[tuple[PartialModuleDraft, int]], features: Tensor) -> Tensor:
         """What a layer leaves [n, width] at rows of drafts, those of each draft in one run."""
 
-        def look(keys: Tensor, values: Tensor) -> list[SeenRows]:
+        def look(keys: Tensor, values: Tensor) -> list[SeenContext]:
             seen, first = [], 0
             while first < len(rows):
                 each = rows[first][0]
@@ -247,7 +254,7 @@ class LayerHeadProposer(FeatureHeadProposer[DraftRows]):
 # of the text.
 
 
-class FusedHeadProposer(FeatureHeadProposer[BlockRows]):
+class FusedHeadProposer(FeatureHeadProposer[PartialBlockDraft]):
     """Drafts from a head in our kernels; the arguments are those of `FeatureHeadProposer`."""
 
     def __init__(self, head: FusedHead, target: Target, bridge: Bridge, min_confidence: float = 0.0) -> None:
@@ -261,16 +268,16 @@ class FusedHeadProposer(FeatureHeadProposer[BlockRows]):
         self._free = iter(self.added.draft_blocks)  # no earlier draft is growing any more
         return super().propose(requests, noise)
 
-    def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
+    def _compute(self, read: Sequence[CellRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
         tokens, positions = [text.token_ids for text in read], [text.positions for text in read]
         slots = [slot for text in read for slot in self.added.writable_slots(text.kv, text.start, len(text))]
         return self._head.read(tokens, positions, before, states, slots)
 
-    def _begin(self, request: ProposeRequest) -> BlockRows:
+    def _begin(self, request: ProposeRequest) -> PartialBlockDraft:
         growth = self._growth(request, request.max_depth, 1)
         kv = request.sequence.kv
         held = self.added.num_filled(kv)
-        drafting = BlockRows(growth, held, unread_tokens(request, held))
+        drafting = PartialBlockDraft(growth, held, unread_tokens(request, held))
         if growth.growing:
             if drafting.begin(kv, self.added, self._free):
                 drafting.features[-1] = self._last_features(request.sequence)
@@ -278,13 +285,13 @@ class FusedHeadProposer(FeatureHeadProposer[BlockRows]):
                 growth.level = []
         return drafting
 
-    def _run(self, work: Sequence[tuple[BlockRows, list[int]]]) -> None:
+    def _run(self, work: Sequence[tuple[PartialBlockDraft, list[int]]]) -> None:
         self._leave(work, wanted=False)
 
-    def _guess(self, work: Sequence[tuple[BlockRows, list[int]]]) -> Tensor:
+    def _guess(self, work: Sequence[tuple[PartialBlockDraft, list[int]]]) -> Tensor:
         return self._leave(work, wanted=True).logits
 
-    def _leave(self, work: Sequence[tuple[BlockRows, list[int]]], *, wanted: bool) -> Left:
+    def _leave(self, work: Sequence[tuple[PartialBlockDraft, list[int]]], *, wanted: bool) -> Left:
         rows = [(drafting, row) for drafting, own in work for row in own]
         read = torch.stack([drafting.features[drafting.parent(row)].to(self._head.dtype) for drafting, row in rows])
         left = self._head.run(pass_through(work, wanted=wanted), read)

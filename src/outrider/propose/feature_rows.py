@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.cache.memory import AddedLayers
 from outrider.cache.state import KVView
-from outrider.heads.lone import SeenRows
+from outrider.heads.lone import SeenContext
 from outrider.kernels.decoder import PassRows
 from outrider.propose.base import ObservedRows, ProposeRequest, ProposerSequence, RowStatus, rows_at
 from outrider.propose.trees.growth import Growth
@@ -21,7 +21,7 @@ from outrider.propose.trees.growth import Growth
 
 
 @dataclass(frozen=True)
-class TextRows:
+class CellRows:
     """The rows of a pass that belong to the text.
 
     Attributes:
@@ -33,10 +33,10 @@ class TextRows:
     places: list[int]
 
     @staticmethod
-    def of(seen: ObservedRows, held: int) -> TextRows | None:
+    def of(seen: ObservedRows, held: int) -> CellRows | None:
         """The rows that stand, from the token on that a head does not hold yet; None where that one is not among them."""
         places = [row for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED) if seen.positions[row] >= held]
-        return TextRows(seen, places) if places and seen.positions[places[0]] == held else None
+        return CellRows(seen, places) if places and seen.positions[places[0]] == held else None
 
     def __len__(self) -> int:
         return len(self.places)
@@ -90,7 +90,7 @@ class LastFeatures:
     rows: Tensor
 
     @staticmethod
-    def of(text: TextRows, rows: Tensor, before: LastFeatures | None) -> LastFeatures:
+    def of(text: CellRows, rows: Tensor, before: LastFeatures | None) -> LastFeatures:
         """With the features of rows of a text behind those that were held before them."""
         first = max(text.kv.num_computed - 2, 0)
         if before is not None and first < text.start:
@@ -113,7 +113,7 @@ def unread_tokens(request: ProposeRequest, held: int) -> list[int]:
 
 
 @dataclass
-class GrowingRows:
+class PartialDraft:
     """A draft in the making and the head's rows for it: tokens of the text that it has not read, then the nodes.
 
     Attributes:
@@ -155,8 +155,8 @@ class GrowingRows:
 
 
 @dataclass
-class DraftRows(GrowingRows):
-    """The same for a head whose layers are modules. Features are [num_layers, width].
+class PartialModuleDraft(PartialDraft):
+    """A draft in the making for heads that run as torch modules. Features are [num_layers, width].
 
     Attributes:
         window: How many tokens back rows look; None for all.
@@ -176,7 +176,7 @@ class DraftRows(GrowingRows):
         self.values = [_with_room(values[layer + 1 :], room, dtype) for layer, (_, values) in enumerate(text)]
         self.features = {-1: features}
 
-    def write(self, layer: int, rows: list[int], taken: slice, keys: Tensor, values: Tensor) -> SeenRows:
+    def write(self, layer: int, rows: list[int], taken: slice, keys: Tensor, values: Tensor) -> SeenContext:
         """Keep rows of a layer; returns what they see.
 
         Args:
@@ -199,7 +199,7 @@ class DraftRows(GrowingRows):
                 mask[place, text + row] = 0.0
                 row = self.parent(row)
         seen = mask if (mask < 0.0).any() else None
-        return SeenRows(taken, self.keys[layer][:stop], self.values[layer][:stop], seen)
+        return SeenContext(taken, self.keys[layer][:stop], self.values[layer][:stop], seen)
 
 
 def _with_room(rows: Tensor, room: int, dtype: torch.dtype) -> Tensor:
@@ -213,7 +213,7 @@ def _with_room(rows: Tensor, room: int, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass
-class BlockRows(GrowingRows):
+class PartialBlockDraft(PartialDraft):
     """A draft in the making whose rows lie in blocks, in the order in which they were computed. Features are [width].
 
     Attributes:
@@ -263,7 +263,7 @@ class BlockRows(GrowingRows):
         return self.block_table[block] * self.block_size + offset
 
 
-def pass_through(work: Sequence[tuple[BlockRows, list[int]]], *, wanted: bool) -> PassRows:
+def pass_through(work: Sequence[tuple[PartialBlockDraft, list[int]]], *, wanted: bool) -> PassRows:
     """Rows of drafts as the kernels read them.
 
     Args:
@@ -272,7 +272,7 @@ def pass_through(work: Sequence[tuple[BlockRows, list[int]]], *, wanted: bool) -
     """
     for drafting, rows in work:
         drafting.take(rows)
-    parts = [_Part.of(drafting, len(rows)) for drafting, rows in work]
+    parts = [_PartOfPass.of(drafting, len(rows)) for drafting, rows in work]
     first = list(accumulate((len(part.places) for part in parts), initial=0))
     return PassRows(
         tokens=[drafting.token(row) for drafting, rows in work for row in rows],
@@ -295,7 +295,7 @@ def pass_through(work: Sequence[tuple[BlockRows, list[int]]], *, wanted: bool) -
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PartOfPass:
     """The rows of one draft in a pass.
 
     Attributes:
@@ -305,19 +305,19 @@ class _Part:
         matrix: Which row of the tree sees which; None for a chain.
     """
 
-    drafting: BlockRows
+    drafting: PartialBlockDraft
     places: range
     known: int
     matrix: np.ndarray | None
 
     @staticmethod
-    def of(drafting: BlockRows, count: int) -> _Part:
+    def of(drafting: PartialBlockDraft, count: int) -> _PartOfPass:
         """The last rows of a draft."""
         size = len(drafting.places)
         places = range(size - count, size)
         if drafting.is_chain:
-            return _Part(drafting, places, 0, None)
-        return _Part(drafting, places, size - count, drafting.seen[:size, :size].ravel())
+            return _PartOfPass(drafting, places, 0, None)
+        return _PartOfPass(drafting, places, size - count, drafting.seen[:size, :size].ravel())
 
     @property
     def size(self) -> int:

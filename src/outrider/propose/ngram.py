@@ -128,7 +128,7 @@ class Prediction(Method):
         return PredictionProposer(self.min_match)
 
 
-class _Reader:
+class _PredictionReader:
     """How far a text has come in its prediction.
 
     Args:
@@ -183,10 +183,10 @@ class PredictionProposer(Proposer):
 
     def __init__(self, min_match: int) -> None:
         self._min_match = min_match
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _PredictionReader] = {}
 
     def begin(self, sequence: ProposerSequence) -> None:
-        self._readers[sequence.seq_id] = _Reader(sequence.prediction, self._min_match)
+        self._readers[sequence.seq_id] = _PredictionReader(sequence.prediction, self._min_match)
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         return [self._draft(request) for request in requests]

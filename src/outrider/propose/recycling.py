@@ -216,7 +216,7 @@ class _Tree:
 
 
 @dataclass
-class _Known:
+class _KnownSuccessors:
     """What serves one request.
 
     Attributes:
@@ -276,8 +276,8 @@ class TokenRecyclingProposer(Proposer):
         assert isinstance(state, tuple)
         self.shared, self.chances = deepcopy(state)
 
-    def _known(self, sequence: ProposerSequence) -> _Known:
-        return _Known(self.shared.of(sequence.namespace), self.chances, sequence.sampling.greedy, self.longest)
+    def _known(self, sequence: ProposerSequence) -> _KnownSuccessors:
+        return _KnownSuccessors(self.shared.of(sequence.namespace), self.chances, sequence.sampling.greedy, self.longest)
 
     def _draft(self, request: ProposeRequest) -> Draft:
         known = self._known(request.sequence)
@@ -318,7 +318,7 @@ class TokenRecyclingProposer(Proposer):
         return tails
 
 
-def _best_first(known: _Known, tail: Context, request: ProposeRequest) -> Draft:
+def _best_first(known: _KnownSuccessors, tail: Context, request: ProposeRequest) -> Draft:
     """The most likely nodes; no child is likelier than its parent."""
     tree, order = _Tree(), 0
     heap: list[tuple[float, int, int, int, int, Context]] = []
@@ -340,7 +340,7 @@ def _best_first(known: _Known, tail: Context, request: ProposeRequest) -> Draft:
     return tree.draft()
 
 
-def _of_shape(known: _Known, tail: Context, request: ProposeRequest, shape: tuple[int, ...]) -> Draft:
+def _of_shape(known: _KnownSuccessors, tail: Context, request: ProposeRequest, shape: tuple[int, ...]) -> Draft:
     """The likeliest children of each node, so many as the shape has, level by level."""
     tree = _Tree()
     children = children_of(cut(shape, request.budget, request.max_depth))

@@ -342,7 +342,7 @@ class SpeculationConfig(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _fitting_length(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Where no length is given: as many as the tree has, or what suits the method."""
+        """Fills `num_draft_tokens`: the size of the tree, or the method's default."""
         values = {**values, "method": _as_method(values.get("method"))}
         tree = values.get("tree")
         if isinstance(tree, tuple | list) and tree and all(isinstance(width, int) and width >= 1 for width in tree):

@@ -27,7 +27,7 @@ from outrider.propose.base import (
     Tokens,
     TopK,
 )
-from outrider.propose.draft_model import OwnText, Reading
+from outrider.propose.draft_model import OwnText, TextReading
 from outrider.propose.inspection import inspected
 from outrider.propose.settings import SpeculationConfig
 from outrider.propose.tree import CHAIN, StaticTree
@@ -236,7 +236,7 @@ class VerifiedRows:
     path: tuple[int, ...]
 
     @staticmethod
-    def of_text(reading: Reading, place: int) -> VerifiedRows:
+    def of_text(reading: TextReading, place: int) -> VerifiedRows:
         """Rows of a text without a guess behind them."""
         return VerifiedRows(reading.sequence, reading.text, reading.segment, reading.segment.num_rows, place, ())
 
@@ -256,7 +256,7 @@ class _Kept:
     states: dict[int, dict[int, Tensor]]
 
 
-class StageRows:
+class StageObserver:
     """Shows a drafter what its draft model computed, as the engine shows a proposer the rows of the target.
 
     The text of a drafter goes on with each token that the stage drafts. Where the target takes another one, the drafter is

@@ -25,11 +25,11 @@ from outrider.params import SamplingParams
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import SameVocabulary
 from outrider.propose.compositions import Composition, check_depth, check_drafts, named
-from outrider.propose.draft_model import Drafting, DraftModel, DraftModelProposer, Reading, Work
+from outrider.propose.draft_model import Drafting, DraftModel, DraftModelProposer, TextReading, Work
 from outrider.propose.settings import ProposerContext, SpeculationConfig
-from outrider.propose.stage import Guess, StageDrafter, StageRows, VerifiedRows
+from outrider.propose.stage import Guess, StageDrafter, StageObserver, VerifiedRows
 from outrider.verify.logits import target_probs
-from outrider.verify.verifier import Candidate, CandidateKeys, Verdict, Verifier, rule_for
+from outrider.verify.verifier import CandidateKeys, DraftCandidate, Verdict, Verifier, rule_for
 
 #: Where the noise of a stage's drafter and that of its own verification come from (`DraftNoise.member`).
 _GUESSES, _CHECKS = 0, 1
@@ -171,7 +171,7 @@ class StagedProposer(DraftModelProposer):
     ) -> None:
         super().__init__(runner, SameVocabulary(vocab_size), max_num_batched_tokens, min_confidence)
         self.stage = stage
-        self._rows = StageRows(stage)
+        self._rows = StageObserver(stage)
         self._shown_layers = self._rows.aux_layers if self._rows.reads_all else ()
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class StagedProposer(DraftModelProposer):
         held = [state.num_filled.get(number, 0) for number in self.needs(sequence)] if state is not None else []
         return max(unread, len(sequence.token_ids) - min(held)) if held else unread
 
-    def read(self, reading: Sequence[Reading]) -> ForwardOutput:
+    def read(self, reading: Sequence[TextReading]) -> ForwardOutput:
         out = super().read(reading)
         if self._rows.reads_all:
             self._rows.show([VerifiedRows.of_text(each, place) for place, each in enumerate(reading)], out)
@@ -281,7 +281,7 @@ class StagedProposer(DraftModelProposer):
             done.append(_processed(each, logits[slice(*rows)]))
         return torch.cat(done)
 
-    def _candidate(self, each: _Round, noise: DraftNoise) -> Candidate:
+    def _candidate(self, each: _Round, noise: DraftNoise) -> DraftCandidate:
         """A guess as the Verifier sees it. Its draws have keys of their own, or, where the request is coupled, the bits of
         the target's draws."""
         growth = each.drafting.growth
@@ -297,14 +297,14 @@ class StagedProposer(DraftModelProposer):
             coupled=request.coupled,
         )
         rule = rule_for(each.guess, self.stage.config.rule, coupled=request.coupled)
-        return Candidate(each.guess, each.rows, sequence.sampling if growth.draws else _LIKELIEST, keys, rule)
+        return DraftCandidate(each.guess, each.rows, sequence.sampling if growth.draws else _LIKELIEST, keys, rule)
 
     def _extend(self, each: _Round, verdict: Verdict, rows: Tensor) -> None:
         """Add what stands of a guess, and the token behind it, to the draft; counts the pass.
 
         Args:
             each: The round.
-            verdict: What stands.
+            verdict: The accepted draft nodes and the token drawn after them.
             rows: [1 + num_nodes, vocab_size] processed logits behind the text, then behind each node of the guess.
         """
         growth, text, guess = each.drafting.growth, each.drafting.text, each.guess

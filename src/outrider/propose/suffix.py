@@ -171,7 +171,7 @@ class _Guess:
 
 
 @dataclass
-class _Reader:
+class _AutomatonReader:
     """How far a sequence has been followed in an automaton of earlier texts."""
 
     automaton: SuffixAutomaton
@@ -186,7 +186,7 @@ class _Lookup:
 
     own: SuffixAutomaton
     num_read: int = 0
-    readers: list[_Reader] = field(default_factory=list)
+    readers: list[_AutomatonReader] = field(default_factory=list)
 
 
 class SharedTexts:
@@ -294,14 +294,14 @@ class SuffixProposer(Proposer):
             state, length = _along(reader.automaton, reader.state, reader.length, request.path)
             yield from self._contexts(reader.automaton, state, length, request, Law.OPAQUE)
 
-    def _readers(self, lookup: _Lookup, sequence: ProposerSequence) -> list[_Reader]:
+    def _readers(self, lookup: _Lookup, sequence: ProposerSequence) -> list[_AutomatonReader]:
         """The namespace's earlier texts, read up to where the sequence stands."""
         if self.shared is None:
             return []
         volumes = self.shared.of(sequence.namespace)
         if [reader.automaton for reader in lookup.readers] != volumes:  # by identity: automata are equal to nothing else
             known = {id(reader.automaton): reader for reader in lookup.readers}
-            lookup.readers = [known.get(id(volume)) or _Reader(volume) for volume in volumes]
+            lookup.readers = [known.get(id(volume)) or _AutomatonReader(volume) for volume in volumes]
         for reader in lookup.readers:
             for token in sequence.known_token_ids[reader.num_read :]:
                 reader.state, reader.length = reader.automaton.step(reader.state, reader.length, token)

@@ -343,7 +343,7 @@ def usage(num_prompt_tokens: int, outputs: Iterable[CompletionOutput], *, predic
     """OpenAI's usage object. Drafts count in it only where the caller predicted the text.
 
     Args:
-        num_prompt_tokens: Of all prompts.
+        num_prompt_tokens: Prompt tokens, all prompts together.
         outputs: All samples.
         predicted: Whether the request brought a prediction.
     """

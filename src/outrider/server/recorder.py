@@ -53,7 +53,7 @@ _AT_ONCE, _SECONDS = 64, 5.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRecords:
     """What is kept of a namespace.
 
     Attributes:
@@ -108,7 +108,7 @@ class Recorder:
         if name not in self._timers:
             self._timers[name] = asyncio.get_running_loop().call_later(_SECONDS, self._flush_later, name)
 
-    async def tell(self, namespace: str) -> Kept:
+    async def tell(self, namespace: str) -> KeptRecords:
         """What is kept of a namespace, what waits to be written included.
 
         Raises:
@@ -170,12 +170,12 @@ class Recorder:
         for name in self._waiting:
             self._flush(name)
 
-    def _told(self, name: str) -> Kept:
+    def _told(self, name: str) -> KeptRecords:
         if name not in self._kept:
-            return Kept(name, 0, 0, 0, 0)
+            return KeptRecords(name, 0, 0, 0, 0)
         self._flush(name)
         kept = self._kept[name]
-        return Kept(name, kept.num_texts, kept.num_tokens, kept.num_bytes, self._budgets[name])
+        return KeptRecords(name, kept.num_texts, kept.num_tokens, kept.num_bytes, self._budgets[name])
 
     def _delete(self, name: str) -> int:
         if name not in self._kept:

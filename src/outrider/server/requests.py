@@ -188,7 +188,7 @@ class Job:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Prompt tokens, all prompts together."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     @property

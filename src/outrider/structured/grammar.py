@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError, UnsupportedParameterError
 from outrider.params import StructuredOutputs
-from outrider.structured.structures import StructureError, Vocabulary, Written, compiled
+from outrider.structured.structures import StructureError, StructureVocabulary, Written, compiled
 from outrider.structured.trials import Trials
 
 #: Tokens behind the committed text.
@@ -294,14 +294,14 @@ class GrammarCompiler:
         except StructureError as error:
             raise _refused(structure, error) from error
 
-    def _read_vocabulary(self) -> Vocabulary:
+    def _read_vocabulary(self) -> StructureVocabulary:
         if self._tokenizer is None or not self._eos_token_ids:
             lacks = "tokenizer" if self._tokenizer is None else "token that ends a text"
             raise ContradictionError(_FIELD, "...", f"the model has no {lacks}", "Use a model that has one.")
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             problem = "the model's tokenizer is none of the fast ones, which structures need"
             raise UnsupportedParameterError(_FIELD, "...", problem, "Use a model that has a tokenizer.json.")
-        return Vocabulary.of(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        return StructureVocabulary.of(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
 def _library() -> Any:

@@ -64,7 +64,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class StructureVocabulary:
     """The tokens that structures are followed in.
 
     Attributes:
@@ -95,7 +95,7 @@ def compiled(written: Written, vocabulary: Any, library: Any) -> tuple[Any, byte
 
     Args:
         written: The structure.
-        vocabulary: A `Vocabulary`, wrapped.
+        vocabulary: A `StructureVocabulary`, wrapped.
         library: llguidance.
 
     Raises:

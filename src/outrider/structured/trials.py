@@ -17,7 +17,7 @@ from typing import Any
 from weakref import finalize
 
 from outrider.errors import ClosedError, TrialError
-from outrider.structured.structures import StructureError, Vocabulary, Written, compiled
+from outrider.structured.structures import StructureError, StructureVocabulary, Written, compiled
 
 #: What a trial may take of a processor. Schemas of 64 KB, 10,000 choices and literals of 64,000 characters take 0.2 s.
 SECONDS = 1.0
@@ -50,7 +50,7 @@ class Trials:
         self._closed = False
         finalize(self, _end_all, self._all)
 
-    def verdict(self, written: Written, vocabulary: Callable[[], Vocabulary]) -> str | None:
+    def verdict(self, written: Written, vocabulary: Callable[[], StructureVocabulary]) -> str | None:
         """Why a structure cannot be followed; None where it can, in little time and memory.
 
         Args:
@@ -89,7 +89,7 @@ class Trials:
             self._closed = True
             _end_all(self._all)
 
-    def _take(self, vocabulary: Callable[[], Vocabulary]) -> _Trier:
+    def _take(self, vocabulary: Callable[[], StructureVocabulary]) -> _Trier:
         with self._lock:
             if self._closed:
                 raise ClosedError
@@ -152,7 +152,7 @@ class _Trier:
         """Whether it was ended from outside: by the clock, by whoever needed its memory, or by hand."""
         return self._was_slow or self._process.returncode == _KILLED
 
-    def begin(self, vocabulary: Vocabulary) -> None:
+    def begin(self, vocabulary: StructureVocabulary) -> None:
         """Have it read the vocabulary."""
         try:
             self._ask(asdict(vocabulary))
@@ -222,7 +222,7 @@ def main() -> None:
     lines = sys.stdin.buffer
     import llguidance
 
-    vocabulary = Vocabulary(**json.loads(lines.readline())).wrapped(llguidance)
+    vocabulary = StructureVocabulary(**json.loads(lines.readline())).wrapped(llguidance)
     _answer("ready")
     for line in lines:
         asked = json.loads(line)

@@ -86,7 +86,7 @@ class CandidateKeys:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DraftCandidate:
     """A draft to check.
 
     Attributes:
@@ -156,7 +156,7 @@ class Verifier:
     def __init__(self, noise: NoiseSource) -> None:
         self.noise = noise
 
-    def verify(self, candidates: Sequence[Candidate], logits: Tensor) -> list[Verdict]:
+    def verify(self, candidates: Sequence[DraftCandidate], logits: Tensor) -> list[Verdict]:
         """Verdicts in the order of `candidates`.
 
         Args:
@@ -179,7 +179,7 @@ class Verifier:
         verdicts.update(self._test_trees({i: candidates[i] for i in trees}, logits))
         return [verdicts[i] for i in range(len(candidates))]
 
-    def _walk(self, candidates: Sequence[Candidate], logits: Tensor) -> list[Verdict]:
+    def _walk(self, candidates: Sequence[DraftCandidate], logits: Tensor) -> list[Verdict]:
         """Depth by depth over all trees at once, drawing only at rows that are reached."""
         rows = _TargetRows(candidates, logits)
         paths: list[list[int]] = [[] for _ in candidates]
@@ -218,7 +218,7 @@ class Verifier:
                 found[place] = token, chance
         return found
 
-    def _test_chains(self, rule: Rule, length: int, candidates: Sequence[Candidate], logits: Tensor) -> list[Verdict]:
+    def _test_chains(self, rule: Rule, length: int, candidates: Sequence[DraftCandidate], logits: Tensor) -> list[Verdict]:
         """Rules R1 and R3 on chains of one length."""
         params = [c.sampling for c in candidates for _ in range(*c.rows)]
         flat = target_probs(_rows_of(candidates, logits), params)
@@ -250,7 +250,7 @@ class Verifier:
             for c, k, token in zip(candidates, lengths, tokens, strict=True)
         ]
 
-    def _test_trees(self, candidates: dict[int, Candidate], logits: Tensor) -> dict[int, Verdict]:
+    def _test_trees(self, candidates: dict[int, DraftCandidate], logits: Tensor) -> dict[int, Verdict]:
         """Rules R4 and R5: all trees talk at once, and each round of questions is answered in one go."""
         verdicts: dict[int, Verdict] = {}
         probs = {i: _tree_probs(candidate, logits) for i, candidate in candidates.items()}
@@ -274,7 +274,7 @@ class Verifier:
             answers = {**self._toss(coins, candidates), **self._draw_next(draws, candidates)}
         return verdicts
 
-    def _toss(self, coins: dict[int, Coin], candidates: dict[int, Candidate]) -> dict[int, int | None]:
+    def _toss(self, coins: dict[int, Coin], candidates: dict[int, DraftCandidate]) -> dict[int, int | None]:
         if not coins:
             return {}
         keys = [
@@ -286,7 +286,7 @@ class Verifier:
             _record(candidates[i], coin.draw, coin.probability, fell)
         return dict(zip(coins, fallen, strict=True))
 
-    def _draw_next(self, draws: dict[int, Draw], candidates: dict[int, Candidate]) -> dict[int, int | None]:
+    def _draw_next(self, draws: dict[int, Draw], candidates: dict[int, DraftCandidate]) -> dict[int, int | None]:
         if not draws:
             return {}
         keys = [
@@ -302,7 +302,7 @@ class Verifier:
 class _TargetRows:
     """The target's probabilities after each node of the candidates, computed in one go."""
 
-    def __init__(self, candidates: Sequence[Candidate], logits: Tensor) -> None:
+    def __init__(self, candidates: Sequence[DraftCandidate], logits: Tensor) -> None:
         self.candidates = candidates
         self._first: list[int] = []
         num_rows = 0
@@ -325,7 +325,7 @@ class _TargetRows:
         return self._probs[self._first[member] + node + 1]
 
 
-def _rows_of(candidates: Sequence[Candidate], logits: Tensor) -> Tensor:
+def _rows_of(candidates: Sequence[DraftCandidate], logits: Tensor) -> Tensor:
     """Logits of all rows of the candidates; not copied where they follow one another."""
     spans = [c.rows for c in candidates]
     if all(before[1] == after[0] for before, after in pairwise(spans)):
@@ -337,12 +337,12 @@ def _stacked(rows: list[Tensor]) -> Tensor:
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
 
-def _tree_probs(candidate: Candidate, logits: Tensor) -> Tensor:
+def _tree_probs(candidate: DraftCandidate, logits: Tensor) -> Tensor:
     """The target's probabilities [1 + num_nodes, vocab_size] behind the text and behind each node of a candidate."""
     return target_probs(logits[slice(*candidate.rows)], [candidate.sampling] * (len(candidate.draft) + 1))
 
 
-def _open(candidate: Candidate, probs: Tensor) -> Conversation:
+def _open(candidate: DraftCandidate, probs: Tensor) -> Conversation:
     """Start a tree rule on one candidate; `probs` as `_tree_probs` says."""
     rule = recursive_rejection if candidate.rule is Rule.RECURSIVE else traversal
     return rule(Tree.of(candidate.draft), probs, _draft_probs(candidate.draft).to(probs))
@@ -364,19 +364,19 @@ def _depth(draft: Draft, node: int) -> int:
     return 0 if node < 0 else draft.depths[node]
 
 
-def _record_chains(candidates: Sequence[Candidate], chances: Tensor, coins: Tensor) -> None:
+def _record_chains(candidates: Sequence[DraftCandidate], chances: Tensor, coins: Tensor) -> None:
     for index, candidate in enumerate(candidates):
         if candidate.coins is not None:
             for draw, (chance, fell) in enumerate(zip(chances[index], coins[index].tolist(), strict=True)):
                 _record(candidate, draw, chance, fell)
 
 
-def _record_residual(candidate: Candidate, node: int, probs: Tensor) -> None:
+def _record_residual(candidate: DraftCandidate, node: int, probs: Tensor) -> None:
     if candidate.coins is not None:
         candidate.residuals[node] = probs
 
 
-def _record(candidate: Candidate, draw: int, probability: Tensor, fell: bool) -> None:
+def _record(candidate: DraftCandidate, draw: int, probability: Tensor, fell: bool) -> None:
     if candidate.coins is not None:
         toss = CoinToss(candidate.draft.nodes[draw], float(probability), bool(fell), candidate.draft.members[draw])
         candidate.coins.append(toss)

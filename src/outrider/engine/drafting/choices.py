@@ -18,7 +18,7 @@ from outrider.engine.sequence import Sequence
 from outrider.errors import InputError, ModelError
 from outrider.govern.acceptance import Experience
 from outrider.govern.costs import CostTable
-from outrider.govern.decision import Candidate, Composite, Decision, Together
+from outrider.govern.decision import Composite, Decision, MethodCandidate, Together
 from outrider.govern.governor import HOLDS, Governor
 from outrider.govern.shadows import Shadow
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
@@ -50,7 +50,7 @@ Remember = Callable[[Mapping[str, SpeculationConfig], Mapping[str, Proposer]], E
 
 
 @dataclass(eq=False)
-class Governed:
+class ChoiceSet:
     """One set of methods, and who chooses among them.
 
     Attributes:
@@ -98,7 +98,7 @@ class Governed:
         return self.lengths[key]
 
 
-class GovernedSets:
+class ChoiceSets:
     """The sets that are alive.
 
     Args:
@@ -115,7 +115,7 @@ class GovernedSets:
     def __init__(
         self, proposers: ProposerSet, calibrate: Calibrate, remember: Remember, shares: RowShares, max_rows: int
     ) -> None:
-        self.alive: list[Governed] = []
+        self.alive: list[ChoiceSet] = []
         self._proposers = proposers
         self._calibrate = calibrate
         self._remember = remember
@@ -131,7 +131,7 @@ class GovernedSets:
             found.governor, found.num_faults = self.new_governor(found.choices, found.members, table), 0
             found.experience = _NOTHING_KEPT
 
-    def find(self, candidates: Candidates, in_use: Collection[Governed]) -> Governed:
+    def find(self, candidates: Candidates, in_use: Collection[ChoiceSet]) -> ChoiceSet:
         """The set of these candidates, begun on first use.
 
         Args:
@@ -151,7 +151,7 @@ class GovernedSets:
         if table is None:
             table, experience = self._calibrate(proposers), self._remember(members, proposers)
         governor = self.new_governor(choices, members, table, experience.read())
-        found = Governed(candidates, choices, members, governor, experience)
+        found = ChoiceSet(candidates, choices, members, governor, experience)
         idle = [each for each in self.alive if each not in in_use]
         for each in idle[: max(0, len(self.alive) + 1 - MOST_SETS)]:
             self.alive.remove(each)
@@ -186,7 +186,7 @@ class GovernedSets:
         """
         experience = (known or {}).get
         candidates = [
-            Candidate(
+            MethodCandidate(
                 name,
                 config.num_draft_tokens,
                 lookup=not config.method.grows_from_probabilities,
@@ -200,13 +200,13 @@ class GovernedSets:
         candidates += [self._composite(name, config, members) for name, config in choices.items() if name not in members]
         return Governor(candidates, table, self._max_rows, self._holds, CATCH_UP_ROWS)
 
-    def _composite(self, name: str, config: SpeculationConfig, members: Mapping[str, SpeculationConfig]) -> Candidate:
+    def _composite(self, name: str, config: SpeculationConfig, members: Mapping[str, SpeculationConfig]) -> MethodCandidate:
         """A choice that members make together."""
         together = _together(config, members)
         assert isinstance(together, Together)
         lookup = all(not part.method.grows_from_probabilities for part in parts_of(config) if part.method is not None)
         composite = Composite(together, partial(self._shares.of, config))
-        return Candidate(name, config.num_draft_tokens, lookup=lookup, composite=composite)
+        return MethodCandidate(name, config.num_draft_tokens, lookup=lookup, composite=composite)
 
 
 def _named(candidates: Candidates) -> tuple[dict[str, SpeculationConfig], dict[str, SpeculationConfig]]:
@@ -266,7 +266,7 @@ class _Pending:
         draft: The draft.
         length: Of the text up to which it was compared.
         asked: Tokens that were asked for.
-        seconds: That it took.
+        seconds: Measured time of the score.
         node: Where the text is in it.
         accepted: Tokens of it that stand.
     """

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from time import thread_time
 
 from outrider.draft import Law
-from outrider.engine.drafting.choices import Calibrate, Candidates, Governed, GovernedSets, Remember, ShadowScores
+from outrider.engine.drafting.choices import Calibrate, Candidates, ChoiceSet, ChoiceSets, Remember, ShadowScores
 from outrider.engine.drafting.drafting import DraftPart, StepDraft
 from outrider.engine.drafting.proposers import ProposerSet
 from outrider.engine.scheduler import MOST_FORCED, RowShares, ScheduledSequence, as_requested
@@ -39,11 +39,11 @@ Clock = Callable[[StepWork, StepTimes], StepTimes]
 
 
 def measured(work: StepWork, times: StepTimes) -> StepTimes:
-    """What the clock said."""
+    """The default `Clock`: returns the measured times unchanged."""
     return times
 
 
-class Governing:
+class MethodChoice:
     """Lets governors decide for the requests that leave the choice to the engine.
 
     Args:
@@ -55,7 +55,7 @@ class Governing:
         max_rows: Rows that a pass may hold.
 
     Attributes:
-        decisions: Of the step that is under way, by sequence.
+        decisions: The governor's decision for each sequence of the current step.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Governing:
         self._proposers = proposers
         self._invariant = invariant
         self._clock: Clock = measured
-        self._sets = GovernedSets(proposers, calibrate, remember, shares, max_rows)
-        self._of: dict[int, Governed] = {}
+        self._sets = ChoiceSets(proposers, calibrate, remember, shares, max_rows)
+        self._of: dict[int, ChoiceSet] = {}
         self._scores = ShadowScores()
         self._decoding: list[Sequence] = []
 
@@ -112,17 +112,17 @@ class Governing:
         self._scores.drop(seq_id)
 
     @contextmanager
-    def _contained(self, governed: Governed) -> Iterator[None]:
+    def _contained(self, choice_set: ChoiceSet) -> Iterator[None]:
         """What a governor raises in this block costs the choice, and no request. What it has learnt may be at fault, and so
         may the table of costs: another one begins with assumed costs, and knows its texts from the next step on."""
         try:
             yield
         except Exception:
-            governed.num_faults += 1
-            then = "its requests are decoded plainly from now on" if governed.is_off else "another one begins"
-            logger.exception("the governor of %s failed; %s", ", ".join(governed.choices), then)
-            governed.governor = self._sets.new_governor(governed.choices, governed.members, CostTable.assumed())
-            for seq_id in [seq_id for seq_id, owner in self._of.items() if owner is governed]:
+            choice_set.num_faults += 1
+            then = "its requests are decoded plainly from now on" if choice_set.is_off else "another one begins"
+            logger.exception("the governor of %s failed; %s", ", ".join(choice_set.choices), then)
+            choice_set.governor = self._sets.new_governor(choice_set.choices, choice_set.members, CostTable.assumed())
+            for seq_id in [seq_id for seq_id, owner in self._of.items() if owner is choice_set]:
                 self._drop(seq_id)
 
     def forget(self) -> None:
@@ -141,7 +141,7 @@ class Governing:
         self._of, self.decisions = {}, {}
         self._scores.clear()
 
-    def _find(self, candidates: Candidates) -> Governed:
+    def _find(self, candidates: Candidates) -> ChoiceSet:
         return self._sets.find(candidates, self._of.values())
 
     # -- deciding ------------------------------------------------------------------------------------------------------
@@ -174,10 +174,10 @@ class Governing:
         """Whether all that decode were decided for before, by one governor, and go on plainly as then."""
         if len(self._sets.alive) != 1 or self.decisions.keys() != {seq.seq_id for seq in self._decoding}:
             return False
-        (governed,) = self._sets.alive
-        with self._contained(governed):
-            if governed.governor.rests([seq.seq_id for seq in self._decoding]):
-                governed.governor.rest()
+        (choice_set,) = self._sets.alive
+        with self._contained(choice_set):
+            if choice_set.governor.rests([seq.seq_id for seq in self._decoding]):
+                choice_set.governor.rest()
                 return True
         return False
 
@@ -206,7 +206,7 @@ class Governing:
             return decision.reason
         return f"{decision.method} was asked ({decision.reason}), and had no guess"
 
-    def _running(self, seq: Sequence, found: Governed, depth: int) -> Running:
+    def _running(self, seq: Sequence, found: ChoiceSet, depth: int) -> Running:
         why, params = "", seq.request.params
         if not seq.num_output_tokens:
             why = _FIRST
@@ -230,18 +230,18 @@ class Governing:
     def shadows(self) -> list[tuple[Sequence, Method, Shadow]]:
         """Idle methods that are to be scored in this step."""
         found = []
-        for governed in self._sets.alive:
-            with self._contained(governed):
-                if not governed.governor.scores_now:
+        for choice_set in self._sets.alive:
+            with self._contained(choice_set):
+                if not choice_set.governor.scores_now:
                     continue
             begun, chosen = thread_time(), list[Shadow]()
-            by_id = {seq.seq_id: seq for seq in self._decoding if self._of.get(seq.seq_id) is governed}
-            with self._contained(governed):
-                chosen = governed.governor.shadows([self._running(seq, governed, 1) for seq in by_id.values()])
-                governed.governor.observe_own_seconds(self._believed(thread_time() - begun, texts=0))
+            by_id = {seq.seq_id: seq for seq in self._decoding if self._of.get(seq.seq_id) is choice_set}
+            with self._contained(choice_set):
+                chosen = choice_set.governor.shadows([self._running(seq, choice_set, 1) for seq in by_id.values()])
+                choice_set.governor.observe_own_seconds(self._believed(thread_time() - begun, texts=0))
             for shadow in chosen:
                 if not self._scores.awaits(by_id[shadow.request], shadow.method):
-                    method = governed.members[shadow.method].method
+                    method = choice_set.members[shadow.method].method
                     assert method is not None
                     found.append((by_id[shadow.request], method, shadow))
         return found
@@ -249,18 +249,18 @@ class Governing:
     def shadow(self, seq: Sequence, proposer: Proposer, index: int, shadow: Shadow, noise: NoiseSource) -> None:
         """Ask an idle lookup for a draft that nobody will verify, and remember it until the text has come past it. A model
         reads what it has yet to read, and what it would have drafted there is compared with what was written."""
-        governed = self._of.get(seq.seq_id)
-        if governed is None:
+        choice_set = self._of.get(seq.seq_id)
+        if choice_set is None:
             return  # its governor failed meanwhile
-        overlaps = self._scores.ask(seq, governed.governor, proposer, index, shadow, noise)
+        overlaps = self._scores.ask(seq, choice_set.governor, proposer, index, shadow, noise)
         if overlaps is not None:
-            with self._contained(governed):
-                governed.governor.observe_overlaps(seq.seq_id, shadow.method, overlaps)
+            with self._contained(choice_set):
+                choice_set.governor.observe_overlaps(seq.seq_id, shadow.method, overlaps)
 
-    def watches(self, seq: Sequence) -> bool:
-        """Whether it is to be told with which probabilities the target writes this text: where a model is idle."""
-        governed, decision = self._of.get(seq.seq_id), self.decisions.get(seq.seq_id)
-        return governed is not None and decision is not None and decision.method is None and bool(governed.models)
+    def keeps_probs(self, seq: Sequence) -> bool:
+        """Whether to keep the target's probabilities for this text: an idle draft model is scored against them."""
+        choice_set, decision = self._of.get(seq.seq_id), self.decisions.get(seq.seq_id)
+        return choice_set is not None and decision is not None and decision.method is None and bool(choice_set.models)
 
     def note(self, seq: Sequence, probs: Iterable[float]) -> None:
         """The target wrote tokens with these probabilities."""
@@ -268,13 +268,13 @@ class Governing:
 
     def spent(self, seq: Sequence, shadow: Shadow, seconds: float) -> None:
         """A shadow took so long."""
-        governed = self._of.get(seq.seq_id)
-        if governed is None:
+        choice_set = self._of.get(seq.seq_id)
+        if choice_set is None:
             return  # its governor failed meanwhile
         seconds = self._believed(seconds)
         if not self._scores.charge(seq, shadow.method, seconds):
-            with self._contained(governed):
-                governed.governor.observe_shadow_seconds(shadow.method, 1, seconds)
+            with self._contained(choice_set):
+                choice_set.governor.observe_shadow_seconds(shadow.method, 1, seconds)
 
     def _believed(self, seconds: float, texts: int = 1) -> float:
         """Seconds of something that was done for one text beside the step, or for none but the governor itself. What this
@@ -306,37 +306,37 @@ class Governing:
             decision = self.decisions.get(item.seq.seq_id)
             if decision is not None and decision.method is None and not self._scores.awaits(item.seq):
                 continue  # at once: this is every text of a batch that rests
-            governed = self._of.get(item.seq.seq_id)
-            if governed is None or place not in accepted:
+            choice_set = self._of.get(item.seq.seq_id)
+            if choice_set is None or place not in accepted:
                 continue
-            if not self.watches(item.seq):
+            if not self.keeps_probs(item.seq):
                 self._scores.break_off(item.seq)
-            with self._contained(governed):
-                self._observe_draft(governed, item, step, verdicts[place], accepted[place])
-                self._scores.settle(item.seq, governed.governor, self._believed)
+            with self._contained(choice_set):
+                self._observe_draft(choice_set, item, step, verdicts[place], accepted[place])
+                self._scores.settle(item.seq, choice_set.governor, self._believed)
         if all(item.num_rows == 1 and item.seq.seq_id in self._of for item in items):
             work = self._work(items, drafts)
             believed = self._clock(work, times)
             owners = [self._of[item.seq.seq_id] for item in items]
-            for governed in self._sets.alive:
-                if all(owner is governed for owner in owners):  # another one's drafts would be taken for its own
-                    with self._contained(governed):
-                        governed.governor.observe_step(work, believed)
+            for choice_set in self._sets.alive:
+                if all(owner is choice_set for owner in owners):  # another one's drafts would be taken for its own
+                    with self._contained(choice_set):
+                        choice_set.governor.observe_step(work, believed)
 
     def _observe_draft(
-        self, governed: Governed, item: ScheduledSequence, step: StepDraft, verdict: Verdict, entered: int
+        self, choice_set: ChoiceSet, item: ScheduledSequence, step: StepDraft, verdict: Verdict, entered: int
     ) -> None:
         """Count what was drafted: behind what the structure forces, and so it was tried where all of that stands."""
         decision, accepted = self.decisions.get(item.seq.seq_id), entered - step.num_forced
         if decision is None or decision.method is None or not item.turns or accepted < 0:
             return
-        members = governed.governor.candidates[decision.method].members
+        members = choice_set.governor.candidates[decision.method].members
         if members != (decision.method,):
             found = member_drafts(members, item, step, verdict, entered)
-            governed.governor.observe_members(item.seq.seq_id, decision.method, found, accepted)
+            choice_set.governor.observe_members(item.seq.seq_id, decision.method, found, accepted)
             return
         ended = item.seq.status is Status.FINISHED
-        governed.governor.observe_draft(
+        choice_set.governor.observe_draft(
             item.seq.seq_id,
             decision.method,
             item.budget,
@@ -349,9 +349,9 @@ class Governing:
         """What a step did, by member."""
         found: dict[tuple[str, str], list[int]] = {}
         for item in items:
-            decision, governed = self.decisions.get(item.seq.seq_id), self._of[item.seq.seq_id]
+            decision, choice_set = self.decisions.get(item.seq.seq_id), self._of[item.seq.seq_id]
             if decision is not None and decision.method is not None and item.turns:
-                members = governed.governor.candidates[decision.method].members
+                members = choice_set.governor.candidates[decision.method].members
                 for name, turn in zip(members, item.turns, strict=True):
                     if turn.budget:
                         found.setdefault((decision.method, name), []).append(turn.budget)
@@ -384,7 +384,7 @@ def member_drafts(
         members: Their names, in the order of their turns.
         item: What was planned.
         step: What they drafted.
-        verdict: What stands.
+        verdict: The accepted draft nodes and the token drawn after them.
         entered: Draft tokens that entered the text.
     """
     parts = {part.turn: part for part in step.parts if part.drafter is not None}

@@ -341,7 +341,7 @@ class TreeBuilders:
             self.pace.observe_levels(num_levels, propose_seconds)
 
 
-# --- AcceptanceAlarm: says in the log where a trained proposer is hardly ever right, which shows in its speed alone.
+# --- AcceptanceCheck: says in the log where a trained proposer is hardly ever right, which shows in its speed alone.
 
 
 #: Places of texts at which a method must have proposed a token before it is judged, again and again.
@@ -352,7 +352,7 @@ LEAST_SHARE = 0.03
 
 
 @dataclass
-class AcceptanceAlarm:
+class AcceptanceCheck:
     """Counts by method, and warns of each one once.
 
     Attributes:

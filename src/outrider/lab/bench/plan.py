@@ -97,7 +97,7 @@ class Cell(BaseModel):
             yield [tasks[(turn * self.batch + i) % len(tasks)] for i in range(self.batch)]
 
 
-class Plan:
+class CellPlan:
     """Everything that a run will measure. It is known before a model is loaded.
 
     Args:

@@ -17,7 +17,7 @@ from outrider.config import ROUNDED_ROWS, ModelConfig, default_model
 from outrider.errors import InvalidParameterError, MissingExtraError, ModelError, OtherEngineError
 from outrider.lab.bench.advice import advise
 from outrider.lab.bench.costs import CostPlan
-from outrider.lab.bench.plan import Cell, Plan
+from outrider.lab.bench.plan import Cell, CellPlan
 from outrider.lab.bench.results import CellResult, ModelResult, Results, reads_too_fast, summarise
 from outrider.lab.bench.settings import BenchSettings, PrecisionName
 from outrider.lab.measure import machine
@@ -73,7 +73,7 @@ class Session:
         self._draft_model = draft_model
         self._progress = progress or Progress()
         self._name = settings.model or ("wide" if settings.wide else "embedded")
-        self.plan = Plan(settings, self._name, draft_model)
+        self.plan = CellPlan(settings, self._name, draft_model)
         usable_device(settings.device)
         if draft_model is not None:
             read_context(ModelConfig(model=draft_model))

@@ -12,7 +12,7 @@ from outrider.lab.doctor.verdict import Finding, Level
 from outrider.loading.configuration import read_context
 from outrider.loading.sources import check_sources
 from outrider.loading.tokenizers import given_tokenizer
-from outrider.model.vocabulary import Vocabulary
+from outrider.model.vocabulary import ModelVocabulary
 from outrider.propose.bridge import VocabularyReport, report
 
 _CONVERSATION = [{"role": "user", "content": "How long is a day?"}, {"role": "assistant", "content": "24 hours."}]
@@ -50,7 +50,7 @@ def examine_pairing(target: str, draft: str, method: str, sample: str) -> Pairin
     ours = given_tokenizer(target)
     try:
         theirs, context = given_tokenizer(draft), read_context(ModelConfig(model=draft))
-        compared = report(Vocabulary(ours, target), Vocabulary(theirs, draft), sample)
+        compared = report(ModelVocabulary(ours, target), ModelVocabulary(theirs, draft), sample)
     except OutriderError as error:
         return Pairing(draft, (Finding("vocabulary", Level.WRONG, f"It cannot be compared: {error}"),), fits=False)
     vocabulary = _vocabulary(compared, method)

@@ -62,7 +62,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Reading:
+class MeasuredLaws:
     """What a model says to a text.
 
     Attributes:
@@ -75,7 +75,7 @@ class Reading:
 
 
 @torch.inference_mode()
-def read(texts: Sequence[Sequence[int]], forward: Callable[[Tensor], Tensor]) -> Reading:
+def read(texts: Sequence[Sequence[int]], forward: Callable[[Tensor], Tensor]) -> MeasuredLaws:
     """What a model says to the beginning of texts, each in windows of its own.
 
     Args:
@@ -90,10 +90,10 @@ def read(texts: Sequence[Sequence[int]], forward: Callable[[Tensor], Tensor]) ->
         scores.append(law.gather(1, window[1:, None])[:, 0])
         if sum(len(each) for each in laws) < WINDOW // 2:
             laws.append(law)
-    return Reading(torch.cat(scores), torch.cat(laws))
+    return MeasuredLaws(torch.cat(scores), torch.cat(laws))
 
 
-def agreement(original: Reading, rounded: Reading) -> Agreement:
+def agreement(original: MeasuredLaws, rounded: MeasuredLaws) -> Agreement:
     """How two readings of the same texts compare."""
     law, other = original.laws, rounded.laws
     distances = (law.exp() - other.exp()).abs().sum(-1) / 2

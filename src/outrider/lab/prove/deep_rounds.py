@@ -32,7 +32,7 @@ from outrider.propose.trees.adaptive import BestFirstTree, FixedPace, SequoiaTre
 from outrider.propose.trees.growth import Growth, add_level
 from outrider.verify.noise import Key, Stream
 from outrider.verify.processing import Processing
-from outrider.verify.verifier import Candidate, CandidateKeys, Rule, RuleName, Verifier, rule_for
+from outrider.verify.verifier import CandidateKeys, DraftCandidate, Rule, RuleName, Verifier, rule_for
 
 BOUND = 1e-12
 #: What a setting is about has to happen with this probability at every depth that it names, or it proves nothing there.
@@ -301,10 +301,10 @@ def _target_rows(setting: DeepSetting, models: _Models, draft: Draft) -> Tensor:
     return _sequence(setting, 0).processing.apply(raw, paths).logits
 
 
-def _candidate(setting: DeepSetting, owner: int, draft: Draft, rows: tuple[int, int]) -> Candidate:
+def _candidate(setting: DeepSetting, owner: int, draft: Draft, rows: tuple[int, int]) -> DraftCandidate:
     params = SamplingParams(**{"max_tokens": 64, **setting.params})
     keys = CandidateKeys(owner, 0, 0, 0, len(setting.text) + 1)
-    return Candidate(draft, rows, params, keys, rule_for(draft, setting.rule) if len(draft) else Rule.WALK)
+    return DraftCandidate(draft, rows, params, keys, rule_for(draft, setting.rule) if len(draft) else Rule.WALK)
 
 
 def _continued(probs: dict[Context, float], setting: DeepSetting, seed: int, length: int) -> dict[Context, float]:

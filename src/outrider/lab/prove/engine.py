@@ -305,7 +305,7 @@ class EngineProof:
         learnt = self._learnt(asked, setting.namespace)
         self._cache_prompt(asked, setting.namespace)
         engine.use_noise(noise if setting.fails_behind is None else BreakingNoise(noise, setting.fails_behind))
-        engine.scheduler.planner = _planner(rounds, setting) if rounds else engine.governing.planner
+        engine.scheduler.planner = _planner(rounds, setting) if rounds else engine.method_choice.planner
 
         def run(count: int) -> Iterator[Outcome]:
             for proposer, state in learnt:
@@ -313,7 +313,7 @@ class EngineProof:
             engine.proposers.forget_faults()
             engine.builders.forget()
             engine.scheduler.shares.forget()
-            engine.governing.script(_COSTS, ScriptedClock(), holds=1)
+            engine.method_choice.script(_COSTS, ScriptedClock(), holds=1)
             predicted = setting.prediction or None
             how: dict[str, Any] = {"speculation": config, "prediction": predicted, "namespace": setting.namespace}
             for output in self.llm.generate([self.prompt] * count, params, **how):
@@ -334,7 +334,7 @@ class EngineProof:
         """The proposers that remember earlier texts, each with its state after it has seen some."""
         found: list[tuple[Proposer, object]] = []
         self.llm.engine.use_noise(KeyedNoise())
-        self.llm.engine.scheduler.planner = self.llm.engine.governing.planner
+        self.llm.engine.scheduler.planner = self.llm.engine.method_choice.planner
         for config in _members(configs):
             proposer = None if config.method is None else self.llm.engine.proposers.get(config.method)
             if proposer is None or proposer.snapshot() is None or any(proposer is known for known, _ in found):

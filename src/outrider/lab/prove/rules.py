@@ -24,7 +24,7 @@ from outrider.propose.base import DraftNoise, ProposeRequest, ProposerSequence, 
 from outrider.verify import rules
 from outrider.verify.noise import Key, NoiseSource
 from outrider.verify.processing import Processing
-from outrider.verify.verifier import Candidate, CandidateKeys, RuleName, Verdict, Verifier, rule_for
+from outrider.verify.verifier import CandidateKeys, DraftCandidate, RuleName, Verdict, Verifier, rule_for
 
 # --- Compares the production rules and the production Verifier with the rational reference, on synthetic probabilities.
 
@@ -334,12 +334,12 @@ class WrittenText:
         """The request for a draft."""
         return ProposeRequest(self.view, 64, coupled=self.rule == "coupled")
 
-    def candidate(self, draft: Draft, rows: tuple[int, int]) -> Candidate:
+    def candidate(self, draft: Draft, rows: tuple[int, int]) -> DraftCandidate:
         """A draft for this text as the Verifier takes it; `rows` are the first row and the row after the last."""
         view = self.view
         keys = CandidateKeys(view.seq_id, view.seed, view.sample, view.round, len(self.tokens))
         rule = rule_for(draft, self.rule, coupled=self.rule == "coupled")
-        return Candidate(draft, rows, view.sampling, keys, rule)
+        return DraftCandidate(draft, rows, view.sampling, keys, rule)
 
     def commit(self, draft: Draft, verdict: Verdict) -> None:
         """Append the draft tokens that stand, and the token behind them."""

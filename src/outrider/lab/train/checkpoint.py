@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outrider.errors import InvalidParameterError
 from outrider.files import write_tensors, write_text
-from outrider.records import Kept
+from outrider.records import JsonRecord
 
 _KEPT = 2
 
@@ -23,7 +23,7 @@ class _UnreadableError(Exception):
     """Why a file of a checkpoint cannot be used."""
 
 
-class Measurement(Kept):
+class Measurement(JsonRecord):
     """A row of the curves.
 
     Attributes:
@@ -49,7 +49,7 @@ class Measurement(Kept):
     engine_acceptance: tuple[float, ...] = ()
 
 
-class Progress(Kept):
+class Progress(JsonRecord):
     """Where a training stands.
 
     Attributes:

@@ -22,7 +22,7 @@ from outrider.heads.formats.mtp import (
     read_mtp,
     read_mtp_config,
 )
-from outrider.heads.lone import SeenRows, new_tensors
+from outrider.heads.lone import SeenContext, new_tensors
 from outrider.heads.mtp import MtpLayer, load_mtp_layer
 from outrider.heads.networks import TargetHead
 from outrider.lab.train.depths import shifted
@@ -173,13 +173,13 @@ class UnrolledMtp(nn.Module):
         left: Tensor = layer.decoder(rows, positions, partial(self._look, texts, kept))
         return left.reshape(embeddings.shape)
 
-    def _look(self, texts: int, kept: list[tuple[Tensor, Tensor]], keys: Tensor, values: Tensor) -> list[SeenRows]:
+    def _look(self, texts: int, kept: list[tuple[Tensor, Tensor]], keys: Tensor, values: Tensor) -> list[SeenContext]:
         """What the rows of each text see in a layer, of keys and values [num_texts * num_tokens, num_kv_heads, dim]."""
         kept.append((keys, values))
         length = len(keys) // texts
         mask = self._mask(length, len(kept), keys)
         spans = [slice(text * length, (text + 1) * length) for text in range(texts)]
-        return [SeenRows(span, *_joined(kept, span), mask) for span in spans]
+        return [SeenContext(span, *_joined(kept, span), mask) for span in spans]
 
     def _mask(self, length: int, depths: int, like: Tensor) -> Tensor:
         """[length, depths * length] additive: a row sees the first rows up to its own, and its own later rows. Row 0, which

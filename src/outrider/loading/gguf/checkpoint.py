@@ -18,9 +18,9 @@ from outrider.loading.gguf.architecture import FREQUENCY_FACTORS, architecture_o
 from outrider.loading.gguf.header import (
     AGAIN,
     ORIGINAL,
+    FileProgress,
     GgufFile,
     GgufTensor,
-    Reading,
     is_packed,
     stock_name,
     stored_tensor,
@@ -111,7 +111,7 @@ class GgufCheckpoint:
         """
         modules, reading = (
             dict(model.named_modules()),
-            Reading(sum(tensor.data.nbytes for tensor in self._tensors.values())),
+            FileProgress(sum(tensor.data.nbytes for tensor in self._tensors.values())),
         )
         for name, tensor in self._single():
             if is_packed(tensor):

@@ -148,7 +148,7 @@ def parts_of(model: str) -> list[Path]:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     if path.stat().st_size < 24:
         raise _MalformedError("it ends within its first 24 bytes")
-    reader = _Reader(np.memmap(path, mode="c", dtype=np.uint8))  # private, and never written to
+    reader = _HeaderReader(np.memmap(path, mode="c", dtype=np.uint8))  # private, and never written to
     if reader.take(4) != b"GGUF":
         raise _MalformedError("it does not begin with GGUF")
     version, num_tensors, num_values = reader.numbers("IQQ")
@@ -167,7 +167,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 
 
 def _placed(
-    reader: _Reader, table: list[tuple[str, tuple[int, ...], str, int]], alignment: object
+    reader: _HeaderReader, table: list[tuple[str, tuple[int, ...], str, int]], alignment: object
 ) -> dict[str, GgufTensor]:
     """The tensors with their data."""
     if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment & (alignment - 1):
@@ -197,7 +197,7 @@ def _nbytes(name: str, shape: tuple[int, ...], kind: str) -> int:
     return prod(shape) // known.inputs * known.nbytes
 
 
-class _Reader:
+class _HeaderReader:
     """Reads a mapped file from its beginning."""
 
     def __init__(self, data: np.ndarray) -> None:
@@ -453,7 +453,7 @@ def watched_reading(show: ShowReading) -> Iterator[None]:
         _watchers.remove(show)
 
 
-class Reading:
+class FileProgress:
     """What has been read of a file of `total` bytes."""
 
     def __init__(self, total: int) -> None:

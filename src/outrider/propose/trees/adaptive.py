@@ -56,7 +56,7 @@ class _Place:
 
 
 @dataclass
-class _Plan:
+class _RowPlan:
     """Rows in the order of their values.
 
     Attributes:
@@ -128,12 +128,12 @@ class BestFirstTree(TreeBuilder):
         self.rates.fade()
         return True
 
-    def _totals(self, growth: GrowingTree, plan: _Plan) -> dict[int, int]:
+    def _totals(self, growth: GrowingTree, plan: _RowPlan) -> dict[int, int]:
         return {node: len(growth.children(node)) + more for node, more in plan.known.items()}
 
-    def _plan(self, growth: GrowingTree, company: int, *, deeper: bool) -> _Plan:
+    def _plan(self, growth: GrowingTree, company: int, *, deeper: bool) -> _RowPlan:
         """Fill what is left of the budget; with `deeper` below nodes too whose laws are not known yet."""
-        plan, order = _Plan(), count()
+        plan, order = _RowPlan(), count()
         heap: list[tuple[float, int, _Place]] = []
 
         def offer(place: _Place | None) -> None:

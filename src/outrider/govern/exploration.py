@@ -12,7 +12,7 @@ from outrider.govern.costs import CostModel, StepTimes, StepWork
 
 
 @dataclass
-class _Open:
+class _OpenStep:
     """A step that was decided and has not ended yet.
 
     Attributes:
@@ -26,7 +26,7 @@ class _Open:
     longer: float = 0.0
 
 
-class Account:
+class ExplorationBudget:
     """What speculation may still lose, and the step that is under way.
 
     Args:
@@ -34,18 +34,18 @@ class Account:
     """
 
     def __init__(self, plain: float) -> None:
-        self._purse = Purse(plain)
-        self._open: _Open | None = None
+        self._bucket = SecondsBucket(plain)
+        self._open: _OpenStep | None = None
 
     @property
     def left(self) -> float:
         """Seconds that may be lost now."""
-        return self._purse.left
+        return self._bucket.left
 
     @property
     def most(self) -> float:
         """Seconds that are saved up at most."""
-        return self._purse.most
+        return self._bucket.most
 
     @property
     def is_empty(self) -> bool:
@@ -54,25 +54,25 @@ class Account:
 
     def spend(self, seconds: float) -> None:
         """So much was lost beside the step."""
-        self._purse.spend(seconds)
+        self._bucket.spend(seconds)
 
     def begin_step(self, work: StepWork, costs: CostModel) -> bool:
         """Pay for a step as if no draft token stood; returns whether it may cost so much. If not, it is plain."""
         if self._open is not None:
-            self._purse.end_step(self._open.plain + self._open.longer, self._open.plain)
+            self._bucket.end_step(self._open.plain + self._open.longer, self._open.plain)
         plain = costs.step_seconds(work.texts, work.context)
         longer = costs.most_longer(work)
-        if not self._purse.affords(longer):
-            self._open = _Open(replace(work, rows=work.plain_rows, drafts=()), plain)
+        if not self._bucket.affords(longer):
+            self._open = _OpenStep(replace(work, rows=work.plain_rows, drafts=()), plain)
             return False
-        self._open = _Open(work, plain, longer)
-        self._purse.spend(longer)
+        self._open = _OpenStep(work, plain, longer)
+        self._bucket.spend(longer)
         return True
 
     def win(self, tokens: float) -> None:
         """So many draft tokens of the step stand: what they would have taken plainly comes back."""
         if self._open is not None:
-            self._purse.spend(-tokens * self._open.plain / self._open.work.texts)
+            self._bucket.spend(-tokens * self._open.plain / self._open.work.texts)
 
     def as_begun(self, work: StepWork) -> StepWork:
         """What a step did, with the tokens that methods caught up with in it."""
@@ -87,8 +87,8 @@ class Account:
         """Pay for a step that has ended what it cost by all that is known of costs now, instead of what was expected."""
         if self._open is None:
             return
-        self._purse.spend(costs.most_longer(work) - self._open.longer)
-        self._purse.end_step(times.total, costs.step_seconds(work.texts, work.context))
+        self._bucket.spend(costs.most_longer(work) - self._open.longer)
+        self._bucket.end_step(times.total, costs.step_seconds(work.texts, work.context))
         self._open = None
 
 
@@ -105,7 +105,7 @@ SHARE, MOST_SAVED = 0.01, 0.08
 _OF_PLAIN = 0.8
 
 
-class Purse:
+class SecondsBucket:
     """Seconds that may be lost.
 
     A target whose plain steps take long could hardly pay for a draft. It saves up a part of such a step.
@@ -139,8 +139,8 @@ class Purse:
         again within seconds.
 
         Args:
-            seconds: That it took.
-            plain: That a plain one takes.
+            seconds: Measured time of the step.
+            plain: Estimated time of a step without drafts.
         """
         self.most = max(MOST_SAVED, _OF_PLAIN * plain)
         self._saved, self._spent = max(min(self.left + SHARE * seconds, self.most), -self.most), 0.0
@@ -162,7 +162,7 @@ _MOST_STANDINGS = 64
 
 
 @dataclass
-class Standing:
+class BatchKnowledge:
     """What holds at one number of texts.
 
     Attributes:
@@ -199,7 +199,7 @@ class Standing:
             self._steady_steps = _STEADY_STEPS
 
 
-class Standings:
+class BatchKnowledgeTable:
     """Finds what holds for a batch. Each number of texts begins with what was calibrated. Contexts of another length begin
     with what was learnt for as many texts, believed less.
 
@@ -209,9 +209,9 @@ class Standings:
 
     def __init__(self, begun: CostModel) -> None:
         self._begun = begun
-        self._known: dict[tuple[int, int], Standing] = {}
+        self._known: dict[tuple[int, int], BatchKnowledge] = {}
 
-    def of(self, num_texts: int, context: int) -> Standing:
+    def of(self, num_texts: int, context: int) -> BatchKnowledge:
         """What holds for so many texts with so many tokens, all together."""
         texts, length = max(num_texts - 1, 0).bit_length(), _length(context // max(num_texts, 1))
         found = self._known.pop((texts, length), None) or self._new(texts, length)
@@ -220,10 +220,10 @@ class Standings:
             del self._known[next(iter(self._known))]
         return found
 
-    def _new(self, texts: int, length: int) -> Standing:
+    def _new(self, texts: int, length: int) -> BatchKnowledge:
         near = [key for key in self._known if key[0] == texts]
         if not near:
-            return Standing(deepcopy(self._begun))
+            return BatchKnowledge(deepcopy(self._begun))
         found = deepcopy(self._known[min(near, key=lambda key: abs(key[1] - length))])
         found.costs.doubt()
         return found
