@@ -187,7 +187,13 @@ def test_only_the_command_line_prints() -> None:
         assert "cli" in path.parts or not prints, path
 
 
-@pytest.mark.parametrize("statement", ["import outrider", "import outrider.cli.app"])
+VERBS_OF_THE_ENGINE = "import outrider.cli.generate, outrider.cli.chat, outrider.cli.serve"
+
+
+@pytest.mark.parametrize("statement", ["import outrider", "import outrider.cli.app", VERBS_OF_THE_ENGINE])
 def test_importing_stays_light(statement: str) -> None:
-    code = f"import sys; {statement}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    code = (
+        f"import sys; {statement}; heavy = {{'torch', 'transformers', 'outrider.lab'}} & set(sys.modules);"
+        "assert not heavy, f'{heavy} were imported'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

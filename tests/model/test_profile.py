@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import count
 from pathlib import Path
+from threading import Event
+from time import sleep
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.building import FORMAT, Profile, read_profile
 from outrider.cli.app import app
 from outrider.cli.options import load
+from outrider.engine.engine import Engine
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ProfileMismatchError
 from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.lab.tune.results import Recommendation
@@ -53,7 +57,14 @@ def test_its_settings_are_used(pair: tuple[str, str], made: dict[str, Any], tmp_
         assert llm.stats.finished.num_drafts > 0
 
 
-def test_other_settings_draft_later_texts_and_what_drafted_before_is_let_go(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_other_settings_draft_later_texts_and_what_drafted_before_is_let_go(
+    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, allowed, go = Engine.step, count(), Event()
+
+    def step(engine: Engine) -> None:  # the text has begun, and does not end before its settings change
+        stock(engine) if go.is_set() or next(allowed) < 3 else sleep(0.001)
+
     def settings(folder: str, length: int) -> dict[str, Any]:
         return {"method": "draft_model", "model": folder, "num_draft_tokens": length}
 
@@ -61,10 +72,12 @@ def test_other_settings_draft_later_texts_and_what_drafted_before_is_let_go(pair
     params = SamplingParams(max_tokens=24, ignore_eos=True, seed=3)
     with LLM(pair[0], dtype="float64", speculation=settings(pair[1], 3)) as llm:
         plain = llm.generate([0, 1, 0], params, speculation="none")[0].token_ids
+        monkeypatch.setattr(Engine, "step", step)
         stream = llm.stream([0, 1, 0], params)
         pieces = [next(stream)]
         llm.change_speculation(settings(other, 2))
         assert [(found.method.model, found.num_users) for found in llm.proposers._alive] == [(pair[1], 1), (other, 0)]
+        go.set()
         pieces += stream
         output = pieces[-1].output
         assert output is not None

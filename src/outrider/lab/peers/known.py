@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
 from outrider.lab.peers.base import Peer, PeerModels
@@ -16,7 +16,9 @@ from outrider.lab.peers.ik_llama import IkLlamaPeer
 from outrider.lab.peers.llama_cpp import LlamaCppPeer
 from outrider.lab.peers.openvino import OpenVinoPeer
 from outrider.lab.peers.transformers import TransformersPeer
-from outrider.lab.prove.running import Proof
+
+if TYPE_CHECKING:
+    from outrider.lab.prove.running import Proof  # which imports torch
 
 # --- Registry of the engines that can be measured, by name.
 
