@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from outrider import LLM, Blockwise, ExitHead, Medusa, Ngram, SamplingParams, SpeculationConfig
 from outrider.engine import engine
@@ -218,6 +219,16 @@ def test_every_draft_is_what_the_heads_say_of_the_stock_models_states(
     assert stats.num_draft_tokens > stats.num_accepted_tokens
 
 
+_LOGITS = checkpoint.RunningHeads.logits
+
+
+def _without_norm(heads: checkpoint.RunningHeads, hidden: Tensor, num_heads: int) -> Tensor:
+    """Planted: heads read hidden states before the target's norm. The check that they fit the target reads them rightly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "read_features", lambda config, target, hidden: hidden)
+        return _LOGITS(heads, hidden, num_heads)
+
+
 @pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
 @pytest.mark.parametrize("bug", ["a row off", "the norm is forgotten", "a rejected row is read", "heads a place too far"])
 def test_control_heads_that_read_or_say_something_else_are_seen(
@@ -225,7 +236,7 @@ def test_control_heads_that_read_or_say_something_else_are_seen(
 ) -> None:
     way = made.way("exit, target's norm" if "norm" in bug else "medusa")
     if bug == "the norm is forgotten":
-        monkeypatch.setattr(checkpoint, "read_features", lambda config, target, hidden: hidden)
+        monkeypatch.setattr(checkpoint.RunningHeads, "logits", _without_norm)
     elif bug == "heads a place too far":
         stock = checkpoint.RunningHeads.logits
         monkeypatch.setattr(checkpoint.RunningHeads, "logits", lambda self, hidden, n: stock(self, hidden, n + 1)[1:])

@@ -28,7 +28,10 @@ def triton_probabilities_are_the_stock_ones() -> None:
     from tests.unit import test_triton_sampling as sampling
 
     _stock()
-    for size, dtype in ((61, sampling.torch.float64), (sampling.probabilities.ENTRIES + 9, sampling.torch.float32)):
+    for size, dtype in (
+        (61, sampling.torch.float64),
+        (sampling.probabilities._PROBABILITY_ENTRIES + 9, sampling.torch.float32),
+    ):
         sampling.test_probabilities_are_the_stock_ones(size, dtype)
 
 

@@ -21,19 +21,8 @@ from outrider.errors import ClosedError, ContradictionError, InvalidParameterErr
 from outrider.loading.fit import Needs
 from outrider.server import errors
 from outrider.server.replicas.ingress import Inside
-from outrider.server.replicas.routing import (
-    PIECE_BYTES,
-    Machine,
-    Opening,
-    Parcel,
-    PrefixIndex,
-    Share,
-    beginnings,
-    check_cluster,
-    merged,
-    share,
-    threads_of,
-)
+from outrider.server.replicas.machines import Machine, Share, check_cluster, share, threads_of
+from outrider.server.replicas.routing import PIECE_BYTES, Opening, Parcel, PrefixIndex, beginnings, merged
 from outrider.server.replicas.run import watched
 
 PIECE = "a" * PIECE_BYTES

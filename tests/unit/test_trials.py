@@ -177,10 +177,10 @@ _ORPHAN = """
 import sys, threading, time
 from transformers import AutoTokenizer
 from outrider.config import default_model
-from outrider.structured.structures import Vocabulary, Written
+from outrider.structured.structures import StructureVocabulary, Written
 from outrider.structured.trials import Trials
 tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
-tried, found = Trials(), Vocabulary.of(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+tried, found = Trials(), StructureVocabulary.of(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 assert tried.verdict(Written("regex", "a"), lambda: found) is None
 print(*(trier._process.pid for trier in tried._all), flush=True)
 if sys.argv[1]:

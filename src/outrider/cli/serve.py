@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.loading.fit import Needs
     from outrider.server.recorder import RecordFolder
-    from outrider.server.replicas.routing import Machine, Share
+    from outrider.server.replicas.machines import Machine, Share
     from outrider.server.requests import ServerSettings
     from outrider.server.service import Service
     from outrider.server.tenants import ApiKeys
@@ -363,8 +363,7 @@ def run_replicas(
     log("loading", {"model": limits.model_name, "replicas": count})  # what comes now takes its time
     from outrider.building import read_profile
     from outrider.loading.configuration import read_context
-    from outrider.server.replicas.ingress import keep_cluster_local
-    from outrider.server.replicas.routing import check_cluster, own_machine, share, threads_of
+    from outrider.server.replicas.machines import check_cluster, keep_cluster_local, own_machine, share, threads_of
 
     target = _target(model, given)
     profile, recommended = (None, settings) if given["profile"] is None else read_profile(given["profile"])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
-import sys
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -18,10 +15,6 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
-
-from outrider.errors import InvalidParameterError, ModelTooLargeError, UnsupportedParameterError
-from outrider.loading.fit import Needs, available_bytes
-from outrider.loading.sources import usable_device
 
 # --- Adapts our router to Ray Serve's interface.
 
@@ -196,116 +189,6 @@ class PrefixIndex(Generic[Replica]):
     def _matched(self, replica: Replica, pieces: Sequence[bytes]) -> int:
         known = self._known.get(replica, OrderedDict())
         return next((number for number, piece in enumerate(pieces) if piece not in known), len(pieces))
-
-
-# --- Checks whether the machine has room for the replicas, and divides it among them.
-
-
-#: The part of the free memory that keys and values get where their size is not given, as for a single engine.
-_KV_SHARE = 0.25
-_REACHING_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Machine:
-    """A machine that replicas may run on.
-
-    Attributes:
-        memory_bytes: What is free there.
-        num_cpus: Its cores.
-    """
-
-    memory_bytes: int
-    num_cpus: int
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a replica gets.
-
-    Attributes:
-        kv_tokens: Tokens of keys and values; None where it is not known what a token takes.
-        num_threads: Threads of its engine.
-        per_machine: Replicas of a machine.
-    """
-
-    kv_tokens: int | None
-    num_threads: int
-    per_machine: int
-
-
-def threads_of(shared: Share) -> str:
-    """Threads of each replica: what the variable OMP_NUM_THREADS says, or its share of the cores."""
-    return os.environ.get("OMP_NUM_THREADS", str(shared.num_threads))
-
-
-def own_machine(device: str | None) -> Machine:
-    """This machine.
-
-    Args:
-        device: As LLM takes it.
-
-    Raises:
-        UnsupportedParameterError: It is no CPU.
-    """
-    found = usable_device(device)
-    if found.type != "cpu":
-        problem = "replicas run on CPUs so far"
-        raise UnsupportedParameterError("device", str(found), problem, 'Use "cpu", or leave --replicas out.')
-    free = available_bytes(found)
-    return Machine(sys.maxsize if free is None else free, len(os.sched_getaffinity(0)))
-
-
-def check_cluster(address: str) -> None:
-    """Raise where no cluster can be reached, since Ray itself would go on to try for many minutes.
-
-    Args:
-        address: Of its first machine.
-
-    Raises:
-        InvalidParameterError: Nobody listens there, or it is no address.
-    """
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _REACHING_SECONDS).close()
-    except (OSError, ValueError, OverflowError) as error:
-        remedy = "Use host:port of a machine on which ray start --head runs, or leave the variable out."
-        raise InvalidParameterError("RAY_ADDRESS", address, f"no cluster is there ({error})", remedy) from None
-
-
-def share(
-    model: str, found: Sequence[Needs], count: int, machines: Sequence[Machine], kv_tokens: int | None, most_tokens: int
-) -> Share:
-    """What each replica gets. Machines get equally many, so the smallest one decides.
-
-    Args:
-        model: The name of the target, for errors.
-        found: What each model of a replica needs, the target's first.
-        count: Replicas.
-        machines: One at least.
-        kv_tokens: Tokens of keys and values that each replica is to have; None for a share of the free memory.
-        most_tokens: More than these are of no use to a replica.
-
-    Raises:
-        ModelTooLargeError: So many do not fit.
-    """
-    per_machine = -(-count // len(machines))
-    available = min(machine.memory_bytes for machine in machines)
-    weights, per_token = sum(each.weight_bytes for each in found), sum(each.kv_token_bytes for each in found)
-    kv = max(1, kv_tokens or 0) * per_token
-    if per_machine * (weights + kv) > available:
-        fitting = available // (weights + kv) * len(machines)
-        keys = f" and {kv / 1e9:.2f} GB for keys and values" if kv_tokens else ""
-        problem = (
-            f"{count} replicas are {per_machine} on a machine, each needs {weights / 1e9:.2f} GB for weights{keys}, "
-            f"and {available / 1e9:.2f} GB of memory are available there"
-        )
-        remedy = f"Use --replicas {fitting} or less." if fitting else "Use a smaller model, or a machine with more memory."
-        raise ModelTooLargeError(model, problem, remedy, weights, kv, available)
-    if kv_tokens is None and per_token:
-        room = _KV_SHARE * (available / per_machine - weights)
-        kv_tokens = max(1, min(most_tokens, int(room / per_token)))
-    return Share(kv_tokens, max(1, min(machine.num_cpus for machine in machines) // per_machine), per_machine)
 
 
 # --- Joins the metrics of all replicas into one text.

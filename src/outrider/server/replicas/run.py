@@ -20,8 +20,9 @@ from ray.serve.config import HTTPOptions, ProxyLocation, RequestRouterConfig
 from outrider.errors import EngineDiedError, OtherEngineError
 from outrider.server.app import make_app
 from outrider.server.errors import log, write_logs
-from outrider.server.replicas.ingress import Ingress, Inside, keep_replica_local
-from outrider.server.replicas.routing import Machine, Opening, Parcel, PrefixRouter, Share, threads_of
+from outrider.server.replicas.ingress import Ingress, Inside
+from outrider.server.replicas.machines import Machine, Share, keep_replica_local, threads_of
+from outrider.server.replicas.routing import Opening, Parcel, PrefixRouter
 from outrider.server.requests import ServerSettings
 from outrider.server.service import Service
 from outrider.server.streams import PARTING_SECONDS
