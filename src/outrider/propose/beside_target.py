@@ -16,7 +16,7 @@ from outrider.heads.lone import SeenContext
 from outrider.model.target import Target
 from outrider.propose.base import ObservedRows, Proposer, ProposeRequest, ProposerSequence, Requirements
 from outrider.propose.bridge import Bridge
-from outrider.propose.feature_rows import CellRows, LastFeatures, unread_tokens
+from outrider.propose.feature_rows import LastFeatures, TextRows, unread_tokens
 from outrider.propose.trees.growth import Growth
 
 # --- Drafting with a head that reads the target's features and keeps keys and values of the text beside the target's.
@@ -53,12 +53,12 @@ class ProposerBesideTarget(Proposer):
 
     @torch.inference_mode()
     def observe(self, rows: Sequence[ObservedRows]) -> None:
-        read = [text for seen in rows if (text := CellRows.of(seen, self.added.num_filled(seen.sequence.kv)))]
+        read = [text for seen in rows if (text := TextRows.of(seen, self.added.num_filled(seen.sequence.kv)))]
         if read:
             self._read(read, {layer: _joined([text.hidden(layer) for text in read]) for layer in self.added.aux_layers})
 
     @abstractmethod
-    def _read(self, read: Sequence[CellRows], states: Mapping[int, Tensor]) -> None:
+    def _read(self, read: Sequence[TextRows], states: Mapping[int, Tensor]) -> None:
         """Keep what the head makes of rows of texts.
 
         Args:
@@ -105,7 +105,7 @@ class FeatureTextProposer(ProposerBesideTarget):
         self._features: dict[int, LastFeatures] = {}  # by sequence
 
     @abstractmethod
-    def _compute(self, read: Sequence[CellRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
+    def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
         """Keep what the head makes of rows of texts.
 
         Args:
@@ -117,7 +117,7 @@ class FeatureTextProposer(ProposerBesideTarget):
             The features [n, feature_size] of the rows in turn.
         """
 
-    def _read(self, read: Sequence[CellRows], states: Mapping[int, Tensor]) -> None:
+    def _read(self, read: Sequence[TextRows], states: Mapping[int, Tensor]) -> None:
         like = states[self.added.aux_layers[0]]
         before = torch.stack([self._features_before(text, like) for text in read])
         features = self._compute(read, before, states)
@@ -136,7 +136,7 @@ class FeatureTextProposer(ProposerBesideTarget):
     def check_rest(self) -> None:
         assert not self._features, f"the head still keeps features of {len(self._features)} texts"
 
-    def _features_before(self, text: CellRows, like: Tensor) -> Tensor:
+    def _features_before(self, text: TextRows, like: Tensor) -> Tensor:
         """The features [feature_size] before the first row; zeros before the first token, whose slot nobody sees."""
         return self._last_features(text.sequence) if text.start else like.new_zeros(self.added.shape.feature_size)
 
@@ -147,7 +147,7 @@ class FeatureTextProposer(ProposerBesideTarget):
 
 
 def read_texts(
-    added: AddedLayers, head: TextHead, read: Sequence[CellRows], before: Tensor, states: Mapping[int, Tensor]
+    added: AddedLayers, head: TextHead, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]
 ) -> Tensor:
     """Let a head whose layers are modules read rows of texts; the arguments are those of `FeatureTextProposer._compute`.
 
@@ -160,7 +160,7 @@ def read_texts(
 
 
 def _keep(
-    added: AddedLayers, head: TextHead, read: Sequence[CellRows], layer: int, keys: Tensor, values: Tensor
+    added: AddedLayers, head: TextHead, read: Sequence[TextRows], layer: int, keys: Tensor, values: Tensor
 ) -> list[SeenContext]:
     """Write rows of texts; returns what they see, but for the last layer, where nobody looks."""
     seen, first = [], 0

@@ -24,10 +24,10 @@ from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.beside_target import FeatureTextProposer, read_texts
 from outrider.propose.bridge import Bridge, ChosenTokens, SameVocabulary
 from outrider.propose.feature_rows import (
-    CellRows,
     PartialBlockDraft,
     PartialDraft,
     PartialModuleDraft,
+    TextRows,
     pass_through,
     unread_tokens,
 )
@@ -191,7 +191,7 @@ class LayerHeadProposer(FeatureHeadProposer[PartialModuleDraft]):
         super().__init__(head, target, bridge, min_confidence)
         self._head = head
 
-    def _compute(self, read: Sequence[CellRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
+    def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
         return read_texts(self.added, self._head, read, before, states)
 
     def _begin(self, request: ProposeRequest) -> PartialModuleDraft:
@@ -268,7 +268,7 @@ class FusedHeadProposer(FeatureHeadProposer[PartialBlockDraft]):
         self._free = iter(self.added.draft_blocks)  # no earlier draft is growing any more
         return super().propose(requests, noise)
 
-    def _compute(self, read: Sequence[CellRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
+    def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
         tokens, positions = [text.token_ids for text in read], [text.positions for text in read]
         slots = [slot for text in read for slot in self.added.writable_slots(text.kv, text.start, len(text))]
         return self._head.read(tokens, positions, before, states, slots)

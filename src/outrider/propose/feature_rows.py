@@ -21,7 +21,7 @@ from outrider.propose.trees.growth import Growth
 
 
 @dataclass(frozen=True)
-class CellRows:
+class TextRows:
     """The rows of a pass that belong to the text.
 
     Attributes:
@@ -33,10 +33,10 @@ class CellRows:
     places: list[int]
 
     @staticmethod
-    def of(seen: ObservedRows, held: int) -> CellRows | None:
+    def of(seen: ObservedRows, held: int) -> TextRows | None:
         """The rows that stand, from the token on that a head does not hold yet; None where that one is not among them."""
         places = [row for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED) if seen.positions[row] >= held]
-        return CellRows(seen, places) if places and seen.positions[places[0]] == held else None
+        return TextRows(seen, places) if places and seen.positions[places[0]] == held else None
 
     def __len__(self) -> int:
         return len(self.places)
@@ -90,7 +90,7 @@ class LastFeatures:
     rows: Tensor
 
     @staticmethod
-    def of(text: CellRows, rows: Tensor, before: LastFeatures | None) -> LastFeatures:
+    def of(text: TextRows, rows: Tensor, before: LastFeatures | None) -> LastFeatures:
         """With the features of rows of a text behind those that were held before them."""
         first = max(text.kv.num_computed - 2, 0)
         if before is not None and first < text.start:

@@ -17,7 +17,7 @@ from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.beside_target import FeatureTextProposer, ProposerBesideTarget, read_texts
 from outrider.propose.bridge import Bridge
 from outrider.propose.eagle import FeatureMethod
-from outrider.propose.feature_rows import CellRows, unread_tokens
+from outrider.propose.feature_rows import TextRows, unread_tokens
 from outrider.propose.trees.growth import Growth, grow_by_depth, wanted_places
 
 # --- DFlash: a head drafts a whole block of tokens in one pass, from features of several of the target's layers (2026).
@@ -80,7 +80,7 @@ class BlockHeadProposer(ProposerBesideTarget):
         super().__init__(shape, head.recompute, head.aux_layers, target, bridge, min_confidence)
         self._head = head
 
-    def _read(self, read: Sequence[CellRows], states: Mapping[int, Tensor]) -> None:
+    def _read(self, read: Sequence[TextRows], states: Mapping[int, Tensor]) -> None:
         positions = [position for text in read for position in text.positions]
         kept, first = self._head.keys_and_values(self._head.fuse(states), positions), 0
         for text in read:
@@ -129,7 +129,7 @@ class ParallelHeadProposer(FeatureTextProposer):
         super().__init__(head, target, bridge, min_confidence)
         self._head = head
 
-    def _compute(self, read: Sequence[CellRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
+    def _compute(self, read: Sequence[TextRows], before: Tensor, states: Mapping[int, Tensor]) -> Tensor:
         return read_texts(self.added, self._head, read, before, states)
 
     @torch.inference_mode()
