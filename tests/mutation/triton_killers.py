@@ -30,7 +30,7 @@ def triton_probabilities_are_the_stock_ones() -> None:
     _stock()
     for size, dtype in (
         (61, sampling.torch.float64),
-        (sampling.probabilities._PROBABILITY_ENTRIES + 9, sampling.torch.float32),
+        (sampling.sampling._PROBABILITY_ENTRIES + 9, sampling.torch.float32),
     ):
         sampling.test_probabilities_are_the_stock_ones(size, dtype)
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from outrider.lab.prove import reference, tree_reference
-from outrider.lab.prove import rules as recorded_rounds
-from outrider.lab.prove import rules as rules_distribution
-from outrider.lab.prove import rules as tree_distribution
+from outrider.lab.prove import rules as proofs
 from outrider.lab.prove.reference import ReferenceRule
 from outrider.lab.prove.tree_reference import TreeRule, alone
 from outrider.verify import rules, verifier
@@ -24,35 +22,35 @@ of_the_prover = pytest.mark.by_change("src/outrider/lab/prove/", "tests/statisti
 @pytest.mark.parametrize("rule", RULES)
 def test_joint_distribution_is_the_targets_exactly(rule):
     length = 3 if rule is ReferenceRule.COUPLED else 4
-    finding = rules_distribution.prove_reference(rule, 28, 2, length)
+    finding = proofs.prove_reference(rule, 28, 2, length)
     assert finding.measured == 0.0
 
 
 @of_the_prover
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_longer_drafts_are_exact(rule):
-    assert rules_distribution.prove_reference(rule, 8, 3, 4).measured == 0.0
+    assert proofs.prove_reference(rule, 8, 3, 4).measured == 0.0
 
 
 def test_acceptance_functions_are_the_reference():
-    finding = rules_distribution.prove_functions(28)
+    finding = proofs.prove_functions(28)
     assert finding.measured <= finding.bound
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_decisions_on_a_grid_of_injected_coins(rule):
-    assert rules_distribution.prove_decisions(rule, 7).measured == 0.0
+    assert proofs.prove_decisions(rule, 7).measured == 0.0
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_forked_verifier_has_the_targets_distribution(rule):
-    finding = rules_distribution.prove_verifier(rule, 14, 2, 3)
+    finding = proofs.prove_verifier(rule, 14, 2, 3)
     assert finding.measured <= finding.bound
 
 
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_forked_verifier_over_more_rounds(rule):
-    finding = rules_distribution.prove_verifier(rule, 7, 2, 4)
+    finding = proofs.prove_verifier(rule, 7, 2, 4)
     assert finding.measured <= finding.bound
 
 
@@ -60,20 +58,20 @@ def test_forked_verifier_over_more_rounds(rule):
 @pytest.mark.parametrize("widths", [(2,), (2, 1), (1, 2)])
 @pytest.mark.parametrize("rule", list(TreeRule))
 def test_joint_distribution_of_tree_rules_is_the_targets_exactly(rule, widths):
-    assert rules_distribution.prove_tree_reference(rule, widths, 28 if widths == (2,) else 14, 3).measured == 0.0
+    assert proofs.prove_tree_reference(rule, widths, 28 if widths == (2,) else 14, 3).measured == 0.0
 
 
 @of_the_prover
 @pytest.mark.parametrize("widths", [(2, 2), (3,)])
 @pytest.mark.parametrize("rule", list(TreeRule))
 def test_joint_distribution_of_bushier_trees(rule, widths):
-    assert rules_distribution.prove_tree_reference(rule, widths, 7, 3).measured == 0.0
+    assert proofs.prove_tree_reference(rule, widths, 7, 3).measured == 0.0
 
 
 @pytest.mark.parametrize(("widths", "count", "length"), [((2,), 14, 3), ((2, 1), 7, 3), ((3,), 14, 2)])
 @pytest.mark.parametrize("rule", list(TreeRule))
 def test_forked_verifier_on_trees_has_the_targets_distribution(rule, widths, count, length):
-    finding = tree_distribution.prove_tree_verifier(rule, widths, count, length)
+    finding = proofs.prove_tree_verifier(rule, widths, count, length)
     assert finding.measured <= finding.bound
 
 
@@ -90,7 +88,7 @@ def test_traversal_of_a_chain_is_block_verification():
 
 
 def _red(rule: ReferenceRule) -> bool:
-    finding = rules_distribution.prove_verifier(rule, 24, 2, 3)
+    finding = proofs.prove_verifier(rule, 24, 2, 3)
     return finding.measured > 1e-4 > finding.bound
 
 
@@ -109,7 +107,7 @@ def test_a_residual_that_is_the_target_itself_shows(monkeypatch):
 @of_the_prover
 def test_stopping_at_the_first_block_coin_shows(monkeypatch):
     monkeypatch.setattr(
-        recorded_rounds,
+        proofs,
         "rule_for",
         lambda d, n, coupled: verifier.Rule.TOKEN if len(d) else verifier.Rule.WALK,
     )
@@ -137,7 +135,7 @@ def test_a_ratio_test_on_coupled_drafts_shows(monkeypatch):
     """Guesses share the noise of the target. Under u * q < p, a recovered token with the same noise is biased."""
     real = verifier.rule_for
     rule = verifier.Rule.TOKEN
-    monkeypatch.setattr(recorded_rounds, "rule_for", lambda d, n, coupled: rule if len(d) else real(d, n, coupled=coupled))
+    monkeypatch.setattr(proofs, "rule_for", lambda d, n, coupled: rule if len(d) else real(d, n, coupled=coupled))
     key = verifier.CandidateKeys.next
     monkeypatch.setattr(verifier.CandidateKeys, "next", lambda keys, depth, owed: key(keys, depth, owed=False))
     assert _red(ReferenceRule.COUPLED)
@@ -145,7 +143,7 @@ def test_a_ratio_test_on_coupled_drafts_shows(monkeypatch):
 
 @of_the_prover
 def test_dropping_unlikely_drawn_tokens_shows(monkeypatch):
-    real = rules_distribution._draft
+    real = proofs._draft
 
     def unlikely(draft):
         return len(draft) > 0 and float(draft.draft_probs[0, draft.token_ids[0]]) < 0.4
@@ -153,21 +151,21 @@ def test_dropping_unlikely_drawn_tokens_shows(monkeypatch):
     def dropping(*args):
         return [draft.first(0) if unlikely(draft) else draft for draft in real(*args)]
 
-    monkeypatch.setattr(rules_distribution, "_draft", dropping)
+    monkeypatch.setattr(proofs, "_draft", dropping)
     assert _red(ReferenceRule.TOKEN)
 
 
 @of_the_prover
 def test_accepting_at_equality_shows(monkeypatch):
-    class Lenient(rules_distribution.GridNoise):
+    class Lenient(proofs.GridNoise):
         def bernoulli(self, probability, keys):
             return torch.tensor(self.grid, dtype=probability.dtype) <= probability
 
-    monkeypatch.setattr(rules_distribution, "GridNoise", Lenient)
-    assert rules_distribution.prove_decisions(ReferenceRule.TOKEN, 8).measured > 0
+    monkeypatch.setattr(proofs, "GridNoise", Lenient)
+    assert proofs.prove_decisions(ReferenceRule.TOKEN, 8).measured > 0
 
 
 @of_the_prover
 def test_a_wrong_reference_is_no_reference(monkeypatch):
     monkeypatch.setattr(reference, "owed", lambda p, q, weight: p)
-    assert rules_distribution.prove_reference(ReferenceRule.TOKEN, 8, 2, 3).measured > 0
+    assert proofs.prove_reference(ReferenceRule.TOKEN, 8, 2, 3).measured > 0

@@ -10,8 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from outrider.draft import Draft, Law
-from outrider.kernels.triton import sampling as draws
-from outrider.kernels.triton import sampling as probabilities
+from outrider.kernels.triton import sampling
 from outrider.params import SamplingParams
 from outrider.verify import noise
 from outrider.verify.logits import target_probs
@@ -46,11 +45,11 @@ def logits_of(size: int, dtype: torch.dtype) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("size", "dtype"), [(61, torch.float64), (probabilities._PROBABILITY_ENTRIES + 9, torch.float32)])
+@pytest.mark.parametrize(("size", "dtype"), [(61, torch.float64), (sampling._PROBABILITY_ENTRIES + 9, torch.float32)])
 def test_probabilities_are_the_stock_ones(size: int, dtype: torch.dtype) -> None:
     logits, rows = logits_of(size, dtype), [SamplingParams(**params) for params in PARAMS]
     want = target_probs(logits, rows)
-    got = probabilities.target_probs(
+    got = sampling.target_probs(
         logits.to(DEVICE),
         [0.0 if row.greedy else row.temperature for row in rows],
         *([getattr(row, name) for row in rows] for name in ("top_k", "top_p", "min_p")),
@@ -63,40 +62,42 @@ def test_probabilities_are_the_stock_ones(size: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_number_of_rows_compiles_the_kernel_anew(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton compiles a kernel for pointers that are multiples of 16 bytes, and once more for others."""
-    real, launches = probabilities._target_probs, []
+    real, launches = sampling._target_probs, []
 
     class Launched:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
             return lambda *args, **sizes: (launches.append(args), real[grid](*args, **sizes))
 
-    monkeypatch.setattr(probabilities, "_target_probs", Launched())
-    probabilities.target_probs(torch.randn(count, 9, device=DEVICE), *([value] * count for value in (1.0, 3, 0.9, 0.0)))
+    monkeypatch.setattr(sampling, "_target_probs", Launched())
+    sampling.target_probs(torch.randn(count, 9, device=DEVICE), *([value] * count for value in (1.0, 3, 0.9, 0.0)))
     cuts = launches[0][2:6]
     assert [cut.storage_offset() * cut.element_size() % 16 for cut in cuts] == [0] * 4
 
 
 def test_draws_have_the_noise_of_the_stock_ones() -> None:
-    probs = (torch.randn(40, draws._DRAW_ENTRIES + 7, dtype=torch.float64) * 4).softmax(-1)
+    probs = (torch.randn(40, sampling._DRAW_ENTRIES + 7, dtype=torch.float64) * 4).softmax(-1)
     probs[:, ::3] = 0
-    probs[:20, draws._DRAW_ENTRIES - 1 :] *= 50
+    probs[:20, sampling._DRAW_ENTRIES - 1 :] *= 50
     probs[3, 8:] = 0
     bits = torch.from_numpy(noise.mix_fields(torch.arange(200).view(40, 5).numpy().astype("uint64")))
     there = probs.to(DEVICE), bits.to(DEVICE)
-    assert torch.equal(draws.race(*there).cpu(), noise.gumbel_max(probs, bits))
-    assert torch.equal(draws.invert(*there).cpu(), noise.invert_cdf(probs, bits))
+    assert torch.equal(sampling.race(*there).cpu(), noise.gumbel_max(probs, bits))
+    assert torch.equal(sampling.invert(*there).cpu(), noise.invert_cdf(probs, bits))
 
 
 def test_debts_are_the_stock_ones() -> None:
-    p, q = ((torch.randn(2, 3, draws._DRAW_ENTRIES + 7, dtype=torch.float64) * 3).softmax(-1).to(DEVICE) for _ in range(2))
+    p, q = (
+        (torch.randn(2, 3, sampling._DRAW_ENTRIES + 7, dtype=torch.float64) * 3).softmax(-1).to(DEVICE) for _ in range(2)
+    )
     weight = torch.rand(2, 3, dtype=torch.float64).to(DEVICE)
     q[1, 2], weight[1, 2] = p[1, 2], 1.0  # nothing is owed
-    assert torch.allclose(draws.owed_mass(p, q, weight), owed_mass(p, q, weight), rtol=1e-12, atol=1e-15)
+    assert torch.allclose(sampling.owed_mass(p, q, weight), owed_mass(p, q, weight), rtol=1e-12, atol=1e-15)
     want = torch.stack([residual(p[:, i], q[:, i], weight[:, i]) for i in range(3)], 1)
-    assert torch.allclose(draws.owed_probs(p, q, weight), want, rtol=1e-12, atol=1e-15)
+    assert torch.allclose(sampling.owed_probs(p, q, weight), want, rtol=1e-12, atol=1e-15)
     tiny = torch.full((1, 1, 10), 0.1, dtype=torch.float64, device=DEVICE)
     tiny[..., 3] = 5e-310
     assert torch.equal(
-        draws.owed_probs(tiny, tiny * (tiny > 1e-9), torch.ones(1, 1, dtype=torch.float64, device=DEVICE)).cpu(),
+        sampling.owed_probs(tiny, tiny * (tiny > 1e-9), torch.ones(1, 1, dtype=torch.float64, device=DEVICE)).cpu(),
         torch.eye(10, dtype=torch.float64)[None, 3:4],
     )
 

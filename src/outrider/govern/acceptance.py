@@ -130,7 +130,7 @@ class Counts:
         return shares
 
 
-# --- Acceptance.
+# --- The estimate for a request, from its own counts and from those of others.
 
 
 #: Drafts that are remembered: of one request, of one tenant, of all, and of one request where changes come and go.

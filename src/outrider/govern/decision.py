@@ -229,7 +229,7 @@ def _any(chances: Sequence[float]) -> float:
     return 1.0 - prod(1.0 - chance for chance in chances)
 
 
-# --- Decision.
+# --- Methods, requests, and what is decided for each request.
 
 
 @dataclass(frozen=True)

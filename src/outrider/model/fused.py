@@ -24,7 +24,7 @@ from outrider.model.layer_builder import decoder_layer, decoder_shape, described
 from outrider.model.matrices import Matrices, stored, whole
 from outrider.model.running import CellRows, Convolution, Recurrence, RunningPass, StateFunction
 
-# --- The fastest backend on CPUs: a whole pass of a decoder in one call of our own kernels.
+# --- The backend.
 #
 # The kernels run what is described in `model/families.py`. Whether the model at hand is what its description says is
 # found as for every backend: by comparing a pass with the stock model's. Weights move over to the kernels: the modules

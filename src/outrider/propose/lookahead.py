@@ -74,7 +74,7 @@ class NgramPool:
         return list(reversed(self._found.get(token_id, {})))
 
 
-# --- Lookahead.
+# --- The method: the window of scratch rows, and the drafts.
 
 
 #: First tokens that a sequence's pool keeps n-grams of.

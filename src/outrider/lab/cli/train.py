@@ -117,7 +117,7 @@ def with_training(**defaults: Any) -> Callable[[Callable[..., None]], Callable[.
     return decorate
 
 
-# --- Train.
+# --- The commands.
 
 
 app = typer.Typer(

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from outrider.errors import UnforkableError
 from outrider.lab.prove.forking import Distribution, Outcome
 
-# --- Walks every branch of a torch program that draws from torch's global generator.
+# --- Calls of torch that draw, as decisions.
 #
 # Two kinds of calls are replaced while a program runs. `multinomial` becomes a decision with one branch for each token.
 # Uniform numbers become *intervals*: at first, all that is known of a number is that it lies in [0, 1). A comparison

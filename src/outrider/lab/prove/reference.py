@@ -63,7 +63,7 @@ def _between(a: Point, b: Point, share: Any) -> Point:
     return (a[0] + (b[0] - a[0]) * share, a[1] + (b[1] - a[1]) * share, a[2] + (b[2] - a[2]) * share)
 
 
-# --- The acceptance rules in exact rational arithmetic, written from the papers and from nothing else in this package.
+# --- The rules.
 #
 # R1 is speculative sampling (Leviathan et al. 2023, Chen et al. 2023). R2 samples from the target and follows the draft
 # while the two agree. R3 is block verification (Sun et al. 2024). RC is R2 where the proposer and the target run one

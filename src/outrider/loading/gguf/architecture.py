@@ -151,7 +151,7 @@ def _factors(values: Values, name: str, count: int) -> list[float]:
     return found
 
 
-# --- Architecture.
+# --- The architectures: how the values and tensors of each become those of transformers.
 
 
 @dataclass(frozen=True)
