@@ -142,7 +142,8 @@ def _contestants(models: PeerModels, batch: int, temperature: float, stack: Exit
     peer = stack.enter_context(LlamaCppPeer(models))
     found = [theirs(peer, mode, temperature) for mode in (PLAIN, *MODES)]
     for rows in ("", ROUNDED_ROWS):
-        llm = stack.enter_context(LLM(models.target, **settings(batch), **precision(f"auto{rows}")))
+        how = {"activations": "none", **precision(f"auto{rows}")}
+        llm = stack.enter_context(LLM(models.target, **settings(batch), **how))
         for way in parse_ways(WAYS, models.draft):
             one = ours(llm, way, temperature)
             found.append(Contestant(f"{one.name}{rows}", one.write))

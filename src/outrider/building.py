@@ -72,21 +72,21 @@ class Identity(BaseModel):
     threads: int
 
     @classmethod
-    def of(cls, runner: ModelRunner, quantization: str | None) -> Identity:
+    def of(cls, runner: ModelRunner, config: ModelConfig) -> Identity:
         """That of a target which is loaded.
 
         Args:
             runner: Of the target.
-            quantization: How its weights were rounded at load.
+            config: How it was loaded.
         """
         loaded = runner.loaded
-        config = json.loads(loaded.model.config.to_json_string(use_diff=True))
-        kept = {name: value for name, value in config.items() if name not in _IDLE_FIELDS}
+        described = json.loads(loaded.model.config.to_json_string(use_diff=True))
+        kept = {name: value for name, value in described.items() if name not in _IDLE_FIELDS}
         return cls(
             model=loaded.name,
             config=hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:24],
             dtype=str(loaded.dtype).removeprefix("torch."),
-            quantization=quantization,
+            quantization=config.rounding(rounds_rows=loaded.rounds_rows),
             processor=device_name(loaded.device),
             kernels=runner.backend.instruction_set(loaded.model),
             threads=torch.get_num_threads(),
@@ -307,7 +307,7 @@ class EnginePlan:
         if self.recommended is None:
             return self.defaults
         path, profile, config = self.recommended
-        found = Identity.of(runner, self.model.rounding)
+        found = Identity.of(runner, self.model)
         profile.check_model(path, found)
         misfit = profile.misfit(found)
         if misfit:
@@ -402,8 +402,10 @@ class DraftLoader:
         if model not in self._given:
             check_sources(draft_model=model)
         settings = self._settings_of(model, dtype, quantization, revision, trust_remote_code=trust_remote_code)
-        if self._settings.activations is not None and self._is_rounded(settings):
-            settings = settings.replace(activations=self._settings.activations)
+        if self._settings.activations == "none":
+            settings = settings.replace(activations="none")
+        elif self._target.rounds_rows and self._is_rounded(settings):
+            settings = settings.replace(activations="int8")
         loaded = self._load(settings)
         cache = self._cache.replace(num_tokens=self._capacity)
         beside = Beside(keys=sum(runner.unmade_bytes for runner in self._runners))

@@ -88,7 +88,7 @@ QuantizationName = Literal[
     "int4-g128-asym",
 ]
 
-ActivationsName = Literal["int8"]
+ActivationsName = Literal["int8", "none"]
 
 QUANTIZATIONS: tuple[str, ...] = get_args(QuantizationName)
 
@@ -126,7 +126,8 @@ class ModelConfig(Frozen):
         activations: "int8" rounds what enters a product with rounded weights to whole numbers of 8 bits, too, row by row
             and group by group: with weights that are rounded at load, and with those that a file brings quantised. The
             model that is decoded losslessly is then the one that rounds both. Draft models whose weights are rounded do
-            the same.
+            the same. "none" rounds no rows. None is "int8" for a GGUF file with blocks where our kernels compute it on a
+            CPU, as llama.cpp does, and "none" for all else.
         draft_quantization: How the weights of its draft models are rounded, unless their own settings say it.
         batch_invariant: Whether a token's bits must not depend on batch, chunk or draft.
     """
@@ -141,14 +142,18 @@ class ModelConfig(Frozen):
     attention_backend: AttentionName = Field("auto", description="Use auto, fused, paged or gather.")
     max_model_len: int | None = Field(None, ge=2, description="Use 2 tokens or more, or None.")
     quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
-    activations: ActivationsName | None = Field(None, description="Use int8 or None.")
+    activations: ActivationsName | None = Field(None, description="Use int8, none or None.")
     draft_quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
     batch_invariant: bool = False
 
     @property
-    def rounding(self) -> str | None:
-        """All that is rounded, in words. None where nothing is."""
-        rows = None if self.activations is None else f"{self.activations} activations"
+    def asks_for_rounded_rows(self) -> bool:
+        """Whether rows are to be rounded, and not only where it is usual."""
+        return self.activations == "int8"
+
+    def rounding(self, *, rounds_rows: bool) -> str | None:
+        """All that is rounded, in words, where the loaded model rounds its rows or not. None where nothing is."""
+        rows = "int8 activations" if rounds_rows else None
         return ", ".join(each for each in (self.quantization, rows) if each is not None) or None
 
     @model_validator(mode="after")

@@ -100,7 +100,8 @@ class LLM:
             of 128 inputs; also 64, 32), "int4" (the same as "int4-g128"; also "int4-g64", "int4-g32"), or with a zero
             point for each group "int4-g128-asym" (also 64, 32). What is lossless is then relative to the rounded model.
         activations: "int8" rounds what enters products with rounded weights, too, those of a file among them: faster, and
-            not as near to the original.
+            not as near to the original. "none" does not. None does so for GGUF files with blocks, as llama.cpp does, where
+            our kernels compute them on a CPU.
         draft_quantization: What quantization is, for draft models, whose own settings may say otherwise.
         batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Free where
             our kernels run the model; elsewhere every row is computed alone, which is slow. On a GPU it is refused.
@@ -208,7 +209,7 @@ class LLM:
             "model": shown_name(loaded.name),
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "quantization": config.quantization,
-            "activations": config.activations,
+            "activations": "int8" if loaded.rounds_rows else None,
             "device": loaded.device,
             "attention_backend": runner.backend.name,
             "kernels": runner.backend.instruction_set(loaded.model) or "stock",
@@ -232,7 +233,7 @@ class LLM:
     @property
     def identity(self) -> Identity:
         """What a profile of this LLM holds for: its model, its weights' type and its machine."""
-        return self.between_steps(lambda engine: Identity.of(engine.runner, self._plan.model.rounding))
+        return self.between_steps(lambda engine: Identity.of(engine.runner, self._plan.model))
 
     @property
     def proposers(self) -> ProposerSet:

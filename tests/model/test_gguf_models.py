@@ -21,7 +21,7 @@ from outrider.loading.gguf.header import read_gguf
 from outrider.loading.loader import load_model
 from tests.model import checkpoints
 from tests.model.core import core
-from tests.model.gguf_files import Written, is_matrix
+from tests.model.gguf_files import Kinds, Written, is_matrix
 
 pytest.importorskip("gguf")
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "layers": 2}
@@ -108,23 +108,30 @@ def of_experts(module: Any, name: str) -> torch.Tensor:
     return torch.stack(every).transpose(1, 2) if module.is_transposed else torch.stack(every)
 
 
-def test_bfloat16_is_taken_where_it_holds_all_that_is_not_in_blocks(tmp_path: Path) -> None:
+def test_bfloat16_is_taken_where_it_holds_all_matrices(tmp_path: Path) -> None:
+    """Norms keep their own bits, so a file is not computed in float32 because of them."""
     source = checkpoints.save("llama", tmp_path / "source", layers=1, intermediate_size=64)
     stock: Any = AutoModelForCausalLM.from_pretrained(source)
     for weight in stock.parameters():
         weight.data = weight.bfloat16().float() if weight.dim() == 1 else weight.data
     stock.save_pretrained(source)
 
-    def dtype(kinds: tuple[str, ...]) -> torch.dtype:
+    def loaded(kinds: Kinds) -> Any:
         file = Written(source, tmp_path / "file.gguf", kinds).path
-        found: torch.dtype = load_model(ModelConfig(model=str(file))).model.dtype
-        return found
+        return load_model(ModelConfig(model=str(file))).model
 
-    assert dtype(("Q8_0", "BF16")) == torch.bfloat16
-    assert dtype(("Q8_0", "F16")) == torch.float32
+    assert loaded(("BF16",)).dtype == torch.bfloat16
+    assert loaded(("Q8_0", "BF16")).dtype == torch.float32, "queries take other rows than keys"
+    assert loaded(("Q8_0", "F16")).dtype == torch.float32
+    assert loaded(("F32",)).dtype == torch.float32
+    assert loaded(("Q8_0",)).model.norm.weight.dtype == torch.bfloat16
     stock.model.norm.weight.data.fill_(1.001)
     stock.save_pretrained(source)
-    assert dtype(("Q8_0",)) == torch.float32
+    model = loaded(("Q8_0",))
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model.model.norm.weight.data, torch.full_like(model.model.norm.weight, 1.001, dtype=torch.float32))
+    hidden = torch.randn(3, model.config.hidden_size).bfloat16()
+    assert model.model.norm(hidden).dtype == torch.bfloat16
 
 
 def test_texts_are_those_of_the_stock_model(written: Written, tmp_path: Path) -> None:
@@ -165,7 +172,7 @@ def test_a_file_drafts_for_a_file(small: Written, written: Written) -> None:
 
 
 def test_a_file_is_the_target_or_the_beginning_of_a_training(written: Written) -> None:
-    target = FrozenTarget(str(written.path))
+    target = FrozenTarget(str(written.path), "float32", activations="none")  # as what is trained computes
     begun = existing(str(written.path), target)
     kept = pruned(target, (1,))
     for model in (begun, kept):

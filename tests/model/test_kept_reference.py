@@ -53,7 +53,7 @@ def test_a_file_that_was_loaded_needs_no_pass_of_the_stock_model(loads: Loads) -
     assert [loads.backend(), loads.backend()] == ["fused"] * 2
     assert loads.passes == 1
     os.utime(loads.path, (1, 1))  # as if it were another file
-    assert [loads.backend(), loads.backend(activations="int8"), loads.backend(dtype="bfloat16")] == ["fused"] * 3
+    assert [loads.backend(), loads.backend(activations="none"), loads.backend(dtype="float32")] == ["fused"] * 3
     assert loads.passes == 4
 
 

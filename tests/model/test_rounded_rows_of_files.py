@@ -66,7 +66,7 @@ def test_rounded_rows_are_those_of_the_stock_model(
 ) -> None:
     """The kernels stack queries, keys and values only where their rows enter in one form."""
     path = make(tmp_path)
-    exact, rounded = LLM(path, dtype="float32"), LLM(path, dtype="float32", activations="int8")
+    exact, rounded = (LLM(path, dtype="float32", activations=rows) for rows in ("none", "int8"))
     assert rounded.engine.runner.backend.name == backend
     fast = logits(rounded)
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")
@@ -101,7 +101,7 @@ def test_proofs_hold_for_rounded_rows(tmp_path: Path) -> None:
 
 def test_a_target_that_teaches_rounds_its_rows_and_lets_gradients_through(tmp_path: Path) -> None:
     path = write(tmp_path, "llama", ("Q8_0",))
-    teacher, plain = FrozenTarget(path, "float32", activations="int8"), FrozenTarget(path, "float32")
+    teacher, plain = (FrozenTarget(path, "float32", activations=rows) for rows in ("int8", "none"))
     engine, tokens = logits(LLM(path, dtype="float32", activations="int8")), torch.tensor([TEXT])
     apart, from_exact = ((engine - target.logits(tokens)[0]).abs().amax(-1).median() for target in (teacher, plain))
     assert apart < 0.1 * from_exact

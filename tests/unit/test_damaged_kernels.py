@@ -120,6 +120,7 @@ def test_doctor_tells() -> None:
     facts = ModelFacts(
         "m",
         "float32",
+        "float32",
         "cpu",
         "paged",
         None,

@@ -20,7 +20,7 @@ from outrider.lab.doctor.verdict import Acceptance, Finding, Level, Situation, T
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.results import RoundTrace
 
-TARGET = ModelFacts("target", "bfloat16", "cpu", "fused", "avx512bf16", True, 1_000, 512, 4096, None, {512: 8})
+TARGET = ModelFacts("target", "bfloat16", "bfloat16", "cpu", "fused", "avx512bf16", True, 1_000, 512, 4096, None, {512: 8})
 
 
 def accepted(tau: float, first: float, num_drafts: int = 100, shifts: Mapping[int, float] | None = None) -> Acceptance:

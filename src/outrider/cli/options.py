@@ -67,7 +67,12 @@ DType = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or fl
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Backend = Annotated[str, typer.Option("--attention-backend", help="auto, fused, paged or gather.")]
 DraftQuantization = Annotated[str | None, typer.Option(help="The same for draft models.")]
-Activations = Annotated[str | None, typer.Option(help="int8 rounds what enters products with rounded weights, too.")]
+Activations = Annotated[
+    str | None,
+    typer.Option(
+        help="int8 rounds what enters products with rounded weights, none does not. For GGUF files int8 is usual."
+    ),
+]
 Quantization = Annotated[str | None, typer.Option(help="Round weights: int8, int8-g128, int4, int4-g32-asym, ...")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]
 
@@ -217,10 +222,13 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
         raise ContradictionError(name, value, "nothing drafts for this model", "Add --method or --draft-model.")
     with shown_loading(console, f"loading {model or 'the embedded pair'}") as show, light_imports():
         from outrider.llm import LLM
-        from outrider.loading.gguf.header import watched_reading
+        from outrider.loading.gguf.header import is_gguf, watched_reading
 
         with watched_reading(show):
-            return LLM(model, speculation={"method": "draft_model", **changes} if changes else settings, **options)
+            llm = LLM(model, speculation={"method": "draft_model", **changes} if changes else settings, **options)
+    if model is not None and is_gguf(model):
+        console.print(f"{model}: {llm.engine.runner.loaded.arithmetic}", style="dim", markup=False)
+    return llm
 
 
 # --- What a terminal shows while a model is loaded: a spinner, and a bar of the bytes of a file that is read.

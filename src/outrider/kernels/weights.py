@@ -117,10 +117,12 @@ class QuantisedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         stored, bias, (rounded, dtype) = self.quantised_weight, self.bias, entering(input, self.quantised_weight)
+        if bias is not None:  # it may have more bits than the rows
+            dtype = torch.promote_types(dtype, bias.dtype)
         outputs = rounded.new_empty(*rounded.shape[:-1], self.out_features, dtype=dtype)
         for rows in parts(self.weight):  # outputs that were kept in between would leave holes for parts in the memory
             outputs[..., rows] = nn.functional.linear(
-                rounded,
+                rounded.to(dtype),
                 stored.format.dequantise(stored.rows(rows.start, rows.stop), dtype),
                 None if bias is None else bias[rows].to(dtype),
             )
@@ -175,6 +177,8 @@ def use_plain_weights(model: nn.Module, stacks: Iterable[ExpertStack] = ()) -> N
             del module.quantised_weight
             module.weight = nn.Parameter(stored.format.dequantise(stored, module.weight.dtype), requires_grad=False)
             module.__class__ = type(module).__mro__[1]  # what it was
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.data = module.bias.data.to(module.weight.dtype)
 
 
 def quantise_linears(

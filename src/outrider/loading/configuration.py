@@ -8,11 +8,12 @@ from typing import Any
 
 from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
+from outrider.kernels.library import kernel_library
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import attempt
 from outrider.loading.fit import Needs, needs, stored_tensors
 from outrider.loading.gguf.architecture import read_config
-from outrider.loading.gguf.header import GgufFile, is_gguf, read_gguf, rows_may_be_rounded
+from outrider.loading.gguf.header import GgufFile, is_gguf, mixes_rows, read_gguf, rows_may_be_rounded
 from outrider.loading.loaded_model import LONGEST_TEXT
 from outrider.loading.quantised import declared, layout_of
 from outrider.loading.sources import check_files, source_options
@@ -140,7 +141,7 @@ def check_rounding(config: ModelConfig, hf_config: Any) -> None:
 def check_rounded_rows(config: ModelConfig, *, brought: bool) -> None:
     """Raise ContradictionError where rows are to be rounded, and would meet no rounded weights. `brought` says whether the
     checkpoint brings such weights."""
-    if config.activations is None or config.quantization is not None or brought:
+    if not config.asks_for_rounded_rows or config.quantization is not None or brought:
         return
     raise ContradictionError(
         "activations",
@@ -165,6 +166,19 @@ def has_rounded_weights(config: ModelConfig) -> bool:
     plain = config.replace(activations=None)
     layout = layout_of(config.model, read_hf_config(plain, source_options(plain)))
     return layout is not None and layout.stays_rounded
+
+
+def rounds_rows(config: ModelConfig) -> bool:
+    """Whether rows of a checkpoint are rounded to 8 bits on a CPU: where the caller asks for it, and unasked where a file
+    with blocks is computed by our kernels, as llama.cpp computes it. Its configuration alone is read."""
+    if config.activations is not None:
+        return config.asks_for_rounded_rows
+    return is_gguf(config.model) and usually_rounds_rows(read_gguf(config.model))
+
+
+def usually_rounds_rows(file: GgufFile) -> bool:
+    """Whether rows are rounded that meet the blocks of a file, unless the caller says otherwise."""
+    return rows_may_be_rounded(file) and not mixes_rows(file) and kernel_library() is not None
 
 
 def _check_depth(name: str, hf_config: Any) -> None:

@@ -117,6 +117,12 @@ class LoadedModel:
         between two may go to either, and that is as much as the rounding of bfloat16."""
         return torch.bfloat16 if self.rounds_rows else self.dtype
 
+    @property
+    def arithmetic(self) -> str:
+        """What it computes in, in words."""
+        rows = ", rows of 8 bits where weights are rounded" if self.rounds_rows else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{rows}"
+
     def folder(self) -> str:
         """The folder of its checkpoint.
 
@@ -152,7 +158,7 @@ def describe_model(
         eos_token_ids=_eos_token_ids(model, text_config),
         device=device,
         dtype=model.dtype,
-        rounds_rows=config.activations is not None,
+        rounds_rows=config.asks_for_rounded_rows,
         slices_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         long_rope_after=hf_modules.long_rope_after(model.config),
         generation_defaults=_generation_defaults(model),

@@ -24,11 +24,12 @@ from outrider.loading.configuration import (
     longest_text,
     read_file_config,
     read_hf_config,
+    usually_rounds_rows,
 )
 from outrider.loading.exclusive import attempt, exclusive_transformers
 from outrider.loading.fit import check_fit
 from outrider.loading.gguf.checkpoint import GgufCheckpoint
-from outrider.loading.gguf.header import is_gguf, read_gguf
+from outrider.loading.gguf.header import GgufFile, is_gguf, read_gguf
 from outrider.loading.gguf.tokenizer import end_tokens, read_gguf_tokenizer
 from outrider.loading.loaded_model import LoadedModel, describe_model
 from outrider.loading.quantised import declared, layout_of, rounded_while_computing
@@ -100,14 +101,32 @@ def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *
 def _check_rounded_rows(config: ModelConfig, model: Any, stacks: Sequence[ExpertStack]) -> None:
     """Refuse activations of 8 bits where nothing rounds them."""
     remedy = "Leave activations out."
-    unknown = [stack.module for stack in stacks if not hf_modules.takes_packed_experts(stack.module)]
-    if unknown:
-        layer = next(path for path, module in model.named_modules() if module is unknown[0])
+    unknown = _unrounded_experts(stacks)
+    if unknown is not None:
+        layer = next(path for path, module in model.named_modules() if module is unknown)
         problem = f"the activations of its experts are not rounded: no product with {layer} takes rows of 8 bits"
         raise UnsupportedModelError(config.model, problem, remedy)
-    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+    if not _rounds_rows_in(model):
         problem = f"the CPU rounds them, in models of float32 and bfloat16; this one is {model.dtype} on {model.device}"
         raise ContradictionError("activations", config.activations, problem, remedy)
+
+
+def _unrounded_experts(stacks: Sequence[ExpertStack]) -> nn.Module | None:
+    """The first experts whose products take no rows of 8 bits."""
+    return next((stack.module for stack in stacks if not hf_modules.takes_packed_experts(stack.module)), None)
+
+
+def _rounds_rows_in(model: Any) -> bool:
+    """Whether rows can be rounded where this model lies, and in its dtype."""
+    return model.device.type == "cpu" and model.dtype in (torch.float32, torch.bfloat16)
+
+
+def _as_llama_cpp(config: ModelConfig, file: GgufFile, model: Any) -> ModelConfig:
+    """The settings of a file where the caller leaves open whether rows are rounded: they are where the kernels do it."""
+    takes = usually_rounds_rows(file) and _rounds_rows_in(model)
+    if config.activations is not None or not takes or _unrounded_experts(hf_modules.expert_stacks(model)) is not None:
+        return config
+    return config.replace(activations="int8")
 
 
 def _loaded(
@@ -116,11 +135,11 @@ def _loaded(
     """Prepare a model that is ours, and find out about it."""
     model.eval().requires_grad_(False)
     stacks = hf_modules.expert_stacks(model)
-    if config.activations is not None:
+    if config.asks_for_rounded_rows:
         _check_rounded_rows(config, model, stacks)
         round_rows(model, stacks)
     if config.quantization is not None:
-        fmt = replace(FORMATS[config.quantization], rounds_rows=config.activations is not None)
+        fmt = replace(FORMATS[config.quantization], rounds_rows=config.asks_for_rounded_rows)
         quantise_linears(model, fmt, stacks, name=config.model)
         hf_modules.use_stored_experts(model)
     if model.dtype == torch.float64:
@@ -173,7 +192,7 @@ def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device,
         model = _model_from_state(config, empty, checkpoint.state(empty, dtype), dtype).to(device)
         checkpoint.fill(model, dtype)
         model.generation_config.eos_token_id = end_tokens(file) or None
-        return _loaded(config, model, own_tokenizer, device, longest)
+        return _loaded(_as_llama_cpp(config, file, model), model, own_tokenizer, device, longest)
 
 
 def _quantised_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:

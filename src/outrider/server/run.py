@@ -138,7 +138,8 @@ class _Server(uvicorn.Server):
             host, port = sockets[0].getsockname()[:2]
             scheme = "https" if self.config.is_ssl else "http"
             url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-            log("listening", {"url": url, "model": self._service.settings.model_name})
+            arithmetic = self._service.engine.llm.engine.runner.loaded.arithmetic
+            log("listening", {"url": url, "model": self._service.settings.model_name, "arithmetic": arithmetic})
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the answers that are still sent. Whoever does not take his answer is cut off before uvicorn would cancel

@@ -134,7 +134,7 @@ class Session:
             target = self._target(dtype)
             llm = self._load(target, dtype)
         computed = str(llm.engine.runner.loaded.dtype).removeprefix("torch.")
-        actual = dtype if rounding(dtype) else computed + ROUNDED_ROWS * rounds_rows(dtype)
+        actual = dtype if rounding(dtype) else computed + ROUNDED_ROWS * llm.engine.runner.loaded.rounds_rows
         self._note_rounding(llm, actual, results)
         stored = rounding(actual) or computed
         kind = stored[: len("int8")] if rounding(actual) else stored  # peers have one way to store weights of 8 or 4 bits
@@ -189,10 +189,11 @@ class Session:
         """The target, with KV memory for the largest cell."""
         batch = max(cell.batch for cell in self.plan.cells("any"))
         longest = max(len(task.prompt_ids) + task.max_tokens for found in self._texts.values() for task in found)
+        how = precision(dtype) if dtype == "auto" else {"activations": "none", **precision(dtype)}
         return LLM(
             target if self._positions is None else stretched(target, self._positions),
             speculation="none",
-            **precision(dtype),
+            **how,
             device=self._settings.device,
             max_num_seqs=batch,
             kv_cache_tokens=batch * (longest + _DRAFT_TOKENS),

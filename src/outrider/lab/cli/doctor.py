@@ -78,7 +78,7 @@ def doctor(
     llm = options.load(notes, model, "none", prefix_caching=False, **how)
     sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
     with _progress(notes) as progress:
-        rounded = quantization is not None or activations is not None
+        rounded = quantization is not None or llm.engine.runner.loaded.rounds_rows
         report = _examine(llm, asked, sample, progress, rounded=rounded)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
@@ -177,7 +177,7 @@ def _facts(what: str, facts: ModelFacts) -> RenderableType:
     fit = ", ".join(f"{count:,} of {length:,} tokens" for length, count in facts.requests.items())
     rows = [
         (what, facts.name),
-        ("passes", f"{facts.dtype} on {facts.device}, {computes}, backend {facts.backend}, {size}"),
+        ("passes", f"{facts.arithmetic} on {facts.device}, {computes}, backend {facts.backend}, {size}"),
         ("context", f"{facts.context:,} tokens"),
         ("KV memory", f"{facts.kv_tokens:,} tokens{free}"),
         ("requests that fit", fit),

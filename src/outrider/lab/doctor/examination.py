@@ -43,6 +43,7 @@ class ModelFacts:
     Attributes:
         name: Path or hub id.
         dtype: Of its weights.
+        arithmetic: What it computes in, in words.
         device: Where it lies; of a GPU its name, too.
         backend: Which way its passes are driven.
         kernels: The instruction set of our kernels in use, or "triton" on a GPU; None where stock operators compute.
@@ -59,6 +60,7 @@ class ModelFacts:
 
     name: str
     dtype: str
+    arithmetic: str
     device: str
     backend: str
     kernels: str | None
@@ -80,6 +82,7 @@ def model_facts(runner: ModelRunner) -> ModelFacts:
     return ModelFacts(
         name=loaded.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
+        arithmetic=loaded.arithmetic,
         device=_shown(loaded.device),
         backend=runner.backend.name,
         kernels=runner.backend.instruction_set(loaded.model),

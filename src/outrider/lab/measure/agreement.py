@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,7 +139,8 @@ def measure_rounding(llm: LLM, texts: Sequence[Sequence[int]]) -> Rounding:
     rounded = llm.engine.runner
     loaded = rounded.loaded
     device = str(loaded.device)
-    with LLM(loaded.name, dtype=loaded.dtype, device=device, speculation="none", kv_cache_tokens=2 * WINDOW) as whole:
+    how: dict[str, Any] = {"dtype": loaded.dtype, "device": device, "activations": "none"}
+    with LLM(loaded.name, **how, speculation="none", kv_cache_tokens=2 * WINDOW) as whole:
         original = whole.engine.runner
         readings = [read(texts, partial(_logits, runner)) for runner in (original, rounded)]
         first, second = _OneRow(original), _OneRow(rounded)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from outrider.config import QUANTIZATIONS, ROUNDED_ROWS, default_model
 from outrider.errors import InvalidParameterError
+from outrider.loading.gguf.header import is_gguf
 from outrider.loading.sources import check_sources
 from outrider.propose import settings as registry
 from outrider.propose.compositions import Auto
@@ -106,6 +107,8 @@ class DecodingConfig:
         target = {"embedded": None, "wide": "MODEL"}.get(model, model)
         config, draft_model = self._named_for_readers(model)
         how = precision(dtype)
+        if is_gguf(model) and not rounds_rows(dtype):
+            how["activations"] = "none"
         first = [] if target is None else [target]
         beside = {} if draft_model is None else {"draft_model": draft_model}
         arguments = [*map(_quoted, first), *_arguments(how), *_arguments(beside), f"speculation={_in_python(config)}"]

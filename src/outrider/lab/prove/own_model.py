@@ -16,7 +16,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.lab.prove.running import Finding
 from outrider.llm import LLM
-from outrider.loading.configuration import check_rounded_rows, has_rounded_weights
+from outrider.loading.configuration import check_rounded_rows, has_rounded_weights, rounds_rows
 from outrider.loading.sources import check_sources
 from outrider.model.batch import Segment, slots_of
 from outrider.model.runner import ModelRunner
@@ -50,7 +50,8 @@ class OwnModel:
         model: Path or hub id. None takes the embedded pair.
         draft_model: Path or hub id of its draft model, if there is one.
         speculations: The ways to draft. None takes the built-in methods.
-        activations: What enters products with rounded weights, as LLM takes it.
+        activations: What enters products with rounded weights, as LLM takes it, and as it chooses where none is
+            given.
 
     Raises:
         InvalidParameterError: A folder does not exist.
@@ -68,19 +69,18 @@ class OwnModel:
         self._model = model
         self._draft = draft_model or (default_model("draft") if model is None else None)
         self._asked = speculations
-        self._activations = activations
-        if activations is not None:
-            config = ModelConfig(model=model or default_model("target"), activations=activations)
+        config = ModelConfig(model=model or default_model("target"), activations=activations)
+        self._activations, self._rounded = activations, rounds_rows(config)
+        if config.asks_for_rounded_rows:
             check_rounded_rows(config, brought=has_rounded_weights(config))
 
     @cached_property
     def llm(self) -> LLM:
-        rounded = self._activations is not None
         return LLM(
             self._model,
-            dtype="float32" if rounded else "float64",
+            dtype="float32" if self._rounded else "float64",
             activations=self._activations,
-            batch_invariant=rounded,
+            batch_invariant=self._rounded,
             draft_model=self._draft,
             block_size=8,
         )
@@ -119,7 +119,7 @@ class OwnModel:
             batch = self.llm.generate(self.prompts, params, speculation=config, prediction=predicted)
             wrong += sum(a != b.token_ids for a, b in zip(plain, batch, strict=True))
             compared += len(plain)
-        how = "float64" if self._activations is None else "rows of 8 bits"
+        how = "rows of 8 bits" if self._rounded else "float64"
         return Finding(wrong, 0.0, f"{compared} texts of {params.max_tokens} tokens, {how}, batched against alone")
 
     def bits_are_identical(self, dtype: DTypeName, length: int) -> Finding:

@@ -264,7 +264,7 @@ def existing(name: str, target: FrozenTarget) -> Any:
         ModelError: It cannot be loaded, or has other tokens than the target.
     """
     check_sources(init=name)
-    loaded = load_model(ModelConfig(model=name, dtype="float32", device=str(target.device)))
+    loaded = load_model(ModelConfig(model=name, dtype="float32", device=str(target.device), activations="none"))
     ours, theirs = loaded.tokenizer, target.tokenizer
     differ = ours is not None and theirs is not None and ours.get_vocab() != theirs.get_vocab()
     if differ or loaded.vocab_size != target.vocab_size:

@@ -22,8 +22,10 @@ from outrider.loading.gguf.header import (
     GgufFile,
     GgufTensor,
     is_packed,
+    mixes_rows,
     stock_name,
     stored_tensor,
+    takes_rounded_rows,
 )
 from outrider.loading.quantised_checkpoint import joined_parts, num_parts, part_shape
 
@@ -79,13 +81,22 @@ class GgufCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of what is not in blocks: bfloat16 where this holds all of it exactly, and the numbers of all codes. Or else
-        float32."""
-        if any(tensor.type == "F16" for tensor in self._tensors.values()):
-            return torch.float32
-        floats = (self._floats(tensor) for tensor in self._tensors.values() if not is_packed(tensor))
-        exact = all(torch.equal(values.bfloat16().float(), values) for values in floats)
+        """That of what is not in blocks: bfloat16 where this holds all codes and all matrices exactly, or else
+        float32. Norms, and biases of blocks, keep their own bits."""
+        if mixes_rows(self._file) or any(tensor.type == "F16" for tensor in self._tensors.values()):
+            return torch.float32  # in which all matrices take rows in one form
+        single = {name: tensor for name, tensor in self._tensors.items() if not is_packed(tensor)}
+        exact = all(_is_bfloat16(self._floats(tensor)) for name, tensor in single.items() if not self._keeps_bits(name))
         return torch.bfloat16 if exact else torch.float32
+
+    def _keeps_bits(self, name: str) -> bool:
+        """Whether a vector may have more bits than the rest of a model: a norm, or a bias that is added to a product with
+        blocks of codes."""
+        tensor = self._tensors[name]
+        if len(tensor.shape) != 1:
+            return False
+        matrix = self._tensors.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
+        return takes_rounded_rows(matrix) if matrix is not None else name.endswith("norm.weight")
 
     def state(self, empty: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         """What transformers loads into a model: vectors and matrices of floats, and empty weights for those in blocks.
@@ -104,7 +115,8 @@ class GgufCheckpoint:
         return state
 
     def fill(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Give the layers of a model their blocks, one after another; tied ones share them.
+        """Give the layers of a model their blocks, one after another; tied ones share them. Norms and biases get the bits
+        that the dtype does not hold.
 
         Raises:
             ModelLoadError: Numbers of a tensor are not finite, or it has no such layer.
@@ -121,6 +133,9 @@ class GgufCheckpoint:
                 keep_quantised(module, stored)
                 if name == "model.embed_tokens.weight" and self._config.tie_word_embeddings:
                     keep_quantised(modules["lm_head"], stored)
+            elif dtype == torch.bfloat16 and self._keeps_bits(name) and not _is_bfloat16(self._floats(tensor)):
+                path, _, kind = name.rpartition(".")
+                _keep_wide(modules[path], kind, self._floats(tensor))
             reading.advance(tensor.data.nbytes)
         for projection in projections(model):
             check_wanted()
@@ -160,6 +175,27 @@ class GgufCheckpoint:
             problem = f"its {FREQUENCY_FACTORS} are no factors of {len(rotary.inv_freq)} frequencies"
             raise ModelLoadError(self._file.path, problem, AGAIN)
         rotary.inv_freq = rotary.inv_freq / factors.to(rotary.inv_freq)
+
+
+class _WideNorm(nn.Module):
+    """A norm whose factors have more bits than what it reads and returns."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., size] of any floating dtype to the same."""
+        found: Tensor = super().forward(hidden)
+        return found.to(hidden.dtype)
+
+
+def _keep_wide(module: nn.Module, name: str, values: Tensor) -> None:
+    """Give a norm its factors, or a layer its bias, in float32 among weights of bfloat16."""
+    setattr(module, name, nn.Parameter(values, requires_grad=False))
+    if name == "weight":
+        module.__class__ = type(f"Wide{type(module).__name__}", (_WideNorm, type(module)), {})
+
+
+def _is_bfloat16(values: Tensor) -> bool:
+    """Whether bfloat16 holds these numbers exactly."""
+    return torch.equal(values.bfloat16().float(), values)
 
 
 # --- The projections of experts, of which GGUF files keep gates and values apart, and transformers together.

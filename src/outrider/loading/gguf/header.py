@@ -412,7 +412,24 @@ def is_packed(tensor: GgufTensor) -> bool:
 
 def rows_may_be_rounded(file: GgufFile) -> bool:
     """Whether there are matrices of a file that rows of 8 bits can be multiplied with."""
-    return any(is_packed(tensor) and GGUF_TYPES[tensor.type].format.may_round_rows for tensor in file.tensors.values())
+    return any(takes_rounded_rows(tensor) for tensor in file.tensors.values())
+
+
+#: Matrices that the kernels multiply the same rows with, in one form.
+_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))
+
+
+def mixes_rows(file: GgufFile) -> bool:
+    """Whether matrices that are multiplied with the same rows are blocks of codes and floats."""
+    layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    groups = ([f"blk.{layer}.{name}.weight" for name in names] for layer in layers for names in _TOGETHER)
+    found = ({takes_rounded_rows(file.tensors[name]) for name in names if name in file.tensors} for names in groups)
+    return any(len(kinds) > 1 for kinds in found)
+
+
+def takes_rounded_rows(tensor: GgufTensor) -> bool:
+    """Whether a matrix is in blocks of codes, which rows of 8 bits can be multiplied with."""
+    return is_packed(tensor) and GGUF_TYPES[tensor.type].format.may_round_rows
 
 
 def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tensor | None = None) -> StoredWeight:
