@@ -468,6 +468,17 @@ INLINE int_lanes rounded(floats values) {
 #endif
 }
 
+/* Writes whole numbers that fit a byte. */
+INLINE void write_bytes(int_lanes whole, int8_t *bytes) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)bytes, _mm512_cvtepi32_epi8((__m512i)whole));
+#else
+    typedef int8_t narrow __attribute__((vector_size(VECTOR_BYTES / 4), aligned(1)));
+    const narrow few = __builtin_convertvector(whole, narrow);
+    memcpy(bytes, &few, sizeof few);
+#endif
+}
+
 /* sum + a * b, rounded once on every processor. */
 INLINE floats fused_everywhere(floats a, floats b, floats sum) {
 #if defined(__AVX2__) || defined(__aarch64__)
