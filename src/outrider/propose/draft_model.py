@@ -51,8 +51,8 @@ class DraftModel(Method):
         revision: Hub revision.
         trust_remote_code: Whether transformers may run code that this checkpoint brings; trust in the target's is another.
         min_confidence: Nothing is drafted behind a token whose own draft probability is smaller. The token itself stays.
-        vocabulary: So many of the first tokens are drafted, and those that texts contain; 0 for all. None takes what the LLM says
-            of draft models, or else leaves rare tokens out where the vocabulary is large.
+        vocabulary: So many of the first tokens are drafted, and those that texts contain; 0 for all. None leaves rare tokens out
+            where the vocabulary is large (`propose/draft_vocabulary.py`).
     """
 
     name: ClassVar[str] = "draft_model"
@@ -77,8 +77,13 @@ class DraftModel(Method):
 
     def build(self, context: ProposerContext) -> Proposer:
         runner, bridge = self.runner(context), SameVocabulary(context.vocab_size)
-        vocabulary = draft_vocabulary(self.vocabulary, runner.loaded, runner.backend.tokens_at_once())
-        return DraftModelProposer(runner, bridge, context.max_num_batched_tokens, self.min_confidence, vocabulary)
+        return DraftModelProposer(
+            runner, bridge, context.max_num_batched_tokens, self.min_confidence, self.drafted_tokens(runner)
+        )
+
+    def drafted_tokens(self, runner: ModelRunner) -> DraftVocabulary | None:
+        """The tokens that the draft model computes; None for all."""
+        return draft_vocabulary(self.vocabulary, runner.loaded, runner.backend.tokens_at_once())
 
     def runner(self, context: ProposerContext) -> ModelRunner:
         """The draft model, which proposers of equal models share.
