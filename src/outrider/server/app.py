@@ -109,7 +109,7 @@ def route(service: Service, path: str, handler: Handler, method: str = "GET", *,
         try:
             if not open_to_all:
                 call.identify(service.keys)
-            async with service.deadlines.until():
+            async with service.deadlines.until(call.end(service.settings.request_seconds)):
                 response = await handler(service, call)
         except (Exception, asyncio.CancelledError) as error:
             response = _refusal(call, error)
@@ -198,8 +198,7 @@ async def _write(service: Service, call: Call, asked: CommonRequest, make: Calla
             streams = await service.begin(job)
             stack.push_async_callback(close, streams)
             return _Events(_read(service, call, shaped, streams), stack.pop_all(), call, ignored)
-        seconds = service.settings.request_seconds
-        outputs = await while_connected(call.request.receive, asyncio.wait_for(service.write(job), seconds))
+        outputs = await while_connected(call.request.receive, service.write(job))
         body = shaped.whole(outputs)
     _wrote(service, call, shaped)
     return answer(body, headers=ignored)
@@ -252,7 +251,8 @@ def _check_streaming(asked: CommonRequest) -> None:
 async def _read(service: Service, call: Call, shaped: Answer, streams: list[AsyncStream]) -> AsyncGenerator[bytes, None]:
     """The events of an answer, and what is counted of them."""
     failures: list[BaseException] = []
-    parts = events(shaped, streams, service.deadlines, service.settings.request_seconds, failures.append)
+    end = call.end(service.settings.request_seconds)
+    parts = events(shaped, streams, service.deadlines, end, failures.append)
     async with aclosing(parts) as found:
         async for part in found:
             call.began()

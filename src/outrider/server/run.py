@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import ssl
+from functools import partial
 from math import ceil
 from pathlib import Path
 from threading import Timer
@@ -20,9 +21,11 @@ import uvicorn
 from outrider.building import read_profile
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError
 from outrider.propose.settings import SpeculationConfig
-from outrider.server.access import AccessGuard, Protocol
+from outrider.server.access import AccessGuard
 from outrider.server.app import make_app
+from outrider.server.connections import ACCEPTED_AT_ONCE, Listener
 from outrider.server.errors import log
+from outrider.server.protocol import Protocol
 from outrider.server.service import Service
 from outrider.server.streams import PARTING_SECONDS
 
@@ -33,7 +36,7 @@ from outrider.server.streams import PARTING_SECONDS
 _HANGING_SECONDS = 15
 
 
-def listen(host: str, port: int, stalled_seconds: int) -> socket.socket:
+def listen(host: str, port: int, stalled_seconds: int) -> Listener:
     """A socket that clients can reach.
 
     Args:
@@ -47,7 +50,7 @@ def listen(host: str, port: int, stalled_seconds: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol's number asyncio sends every event at once. Without, the system would hold events back until the
     # client acknowledges those before, for up to 40 ms.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # the connections that are accepted have it from this one
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_seconds * 1000)
@@ -81,7 +84,7 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
             raise InvalidParameterError("ssl_certfile", str(certificate), problem, remedy) from None
 
 
-def serve(service: Service, place: socket.socket, *, drain_seconds: int, profile: Path | None = None, **tls: Any) -> None:
+def serve(service: Service, place: Listener, *, drain_seconds: int, profile: Path | None = None, **tls: Any) -> None:
     """Serve until SIGTERM or Ctrl-C, then refuse what is new and let those who are being served finish.
 
     SIGHUP has the profile read again; see `Renewal`.
@@ -101,12 +104,15 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, profile
         access_log=False,
         server_header=False,
         lifespan="on",
-        http=Protocol,  # not whatever else is installed: Ray brings a parser that has no limit for headers
+        # Not whatever else is installed: Ray brings a parser that has no limit for headers.
+        http=partial(Protocol, listener=place, settings=service.settings),  # type: ignore[arg-type]
+        backlog=ACCEPTED_AT_ONCE,
         loop="asyncio",
         **tls,
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends itself what it was sent once it has ended
-    server = _Server(config, service, drain_seconds, Renewal(service, profile))
+    place.handshake_seconds, place.is_tls = service.settings.header_seconds, bool(tls)
+    server = _Server(config, service, place, drain_seconds, Renewal(service, profile))
     try:
         server.run(sockets=[place])
     finally:
@@ -119,12 +125,16 @@ class _Server(uvicorn.Server):
     Args:
         config: Of uvicorn.
         service: What it serves.
+        listener: Where.
         drain_seconds: How long requests may take to finish.
         renewal: What SIGHUP asks for.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: int, renewal: Renewal) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, listener: Listener, drain_seconds: int, renewal: Renewal
+    ) -> None:
         super().__init__(config)
+        self._listener = listener
         self._service, self._drain_seconds, self._renewal = service, drain_seconds, renewal
         self._renewing: set[asyncio.Task[None]] = set()
         self._end: float | None = None
@@ -134,8 +144,9 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._renew)
-        if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
+        if self.started:
+            self._listener.wait_in_line()
+            host, port = self._listener.getsockname()[:2]
             scheme = "https" if self.config.is_ssl else "http"
             url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             log("listening", {"url": url, "model": self._service.settings.model_name})
@@ -167,6 +178,8 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; whether uvicorn closes its sockets now. Before that nobody would be told why."""
         self._watch()
+        if counter % 10 == 0:
+            self._listener.forget_closed()
         return await super().on_tick(counter) and self._is_drained()
 
     def _watch(self) -> None:

@@ -141,9 +141,9 @@ class Service:
         """What the body of a request says. A large body is read in another thread, when it is the tenant's turn.
 
         Raises:
-            ApiError, InputError: It is too large, or it cannot be read.
+            ApiError, InputError: It is too large or too slow, or it cannot be read.
         """
-        body = await call.body(self.settings.max_body_bytes)
+        body = await call.body(self.settings)
         check_values(body, self.settings.max_body_values)
         if len(body) <= _READ_AT_ONCE:
             return kind.read(body)
