@@ -17,6 +17,7 @@ from outrider.config import Frozen, unknown_setting
 from outrider.errors import InvalidParameterError, InvalidPromptError
 from outrider.params import SamplingParams
 from outrider.propose.settings import FORMERLY, SpeculationConfig
+from outrider.templates import TemplateLimits, render
 
 # --- Encodes prompts and conversations to token ids, for several threads at once.
 
@@ -33,11 +34,15 @@ class PromptEncoder:
         tokenizer: Of the target; None where it has none, and then prompts are token ids.
         model: What to call the target in errors; None for the embedded one.
         max_model_len: Tokens of the longest text that the target takes; None for no limit.
+
+    Attributes:
+        template_limits: What it may cost to write a conversation by a chat template.
     """
 
     def __init__(self, tokenizer: Any | None, model: str | None, max_model_len: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._model = model
+        self.template_limits = TemplateLimits()
         self._max_model_len = max_model_len
         self._lock: AbstractContextManager[Any] = Lock()
         if tokenizer is not None and getattr(tokenizer, "is_fast", False):
@@ -106,21 +111,35 @@ class PromptEncoder:
         self.check_template()
         assert self.tokenizer is not None, "it has a template"
         conversation = read_conversation(messages)
-        self._check_length("messages", sum(map(_num_characters, conversation)))
+        sizes = {"messages": conversation, "tools": tools, "chat_template_kwargs": settings}
+        found = {name: _num_characters(given) for name, given in sizes.items()}
+        self._check_length(max(found, key=lambda name: found[name]), sum(found.values()))
         try:
+            if not renders_by_template(self.tokenizer):
+                return None, self._encode_by_tokenizer(conversation, tools, settings)
+            text = render_conversation(self.tokenizer, conversation, tools, settings, self.template_limits)
+            self._check_length("messages", len(text))
             with self._lock:
-                encoded = self.tokenizer.apply_chat_template(
-                    conversation,
-                    tools=tools,
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    tokenizer_kwargs={"verbose": False},
-                    **settings,
-                )
+                return None, tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        except InvalidPromptError:
+            raise
         except Exception as error:
-            problem = f"the chat template refuses them ({error})"
+            whose = "the embedded model" if self._model is None else self._model
+            problem = f"the chat template of {whose} refuses them ({error})"
             raise InvalidPromptError("messages", conversation, problem, "Use role and content in each.") from error
-        return None, tuple(encoded["input_ids"])
+
+    def _encode_by_tokenizer(self, conversation: Any, tools: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
+        """The tokens of a conversation, where a tokenizer has its own way to write one."""
+        with self._lock:
+            encoded = self.tokenizer.apply_chat_template(  # type: ignore[union-attr]
+                conversation,
+                tools=tools,
+                add_generation_prompt=True,
+                return_dict=True,
+                tokenizer_kwargs={"verbose": False},
+                **settings,
+            )
+        return tuple(encoded["input_ids"])
 
     @cached_property
     def _longest_token(self) -> int:
@@ -152,9 +171,35 @@ class PromptEncoder:
         )
 
 
-def _num_characters(message: Any) -> int:
-    content = message.get("content")
-    return len(content) if isinstance(content, str) else 0
+def renders_by_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer writes conversations by a template of Jinja, as transformers does, and not in its own way."""
+    from transformers import PreTrainedTokenizerBase
+
+    return getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
+
+
+def render_conversation(
+    tokenizer: Any, conversation: Any, tools: Any, settings: Mapping[str, Any], limits: TemplateLimits
+) -> str:
+    """A conversation as the template of a tokenizer writes it. Raises TemplateError, or ValueError for no template."""
+    template = tokenizer.get_chat_template(None, tools)
+    return render(template, conversation, tools, {**tokenizer.special_tokens_map, **settings}, limits)
+
+
+def _num_characters(given: Any) -> int:
+    """Characters of all texts and numbers in a value, names included; objects of other kinds count as nothing."""
+    found, left = 0, [given]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            found += len(value)
+        elif isinstance(value, Mapping):
+            left += (*value.keys(), *value.values())
+        elif isinstance(value, list | tuple):
+            left += value
+        elif isinstance(value, bool | int | float):
+            found += 1
+    return found
 
 
 # --- Types and checks of what callers write: prompts, conversations and settings.

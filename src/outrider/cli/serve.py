@@ -90,6 +90,8 @@ HeaderSeconds = Annotated[
     float | None, typer.Option(help="A connection without the headers of a request is ended then; 30 unless given.")
 ]
 BodySeconds = Annotated[float | None, typer.Option(help="A body that takes longer to come is refused; 60 unless given.")]
+TemplateSeconds = Annotated[float, typer.Option(help="CPU that the chat template may take for one conversation.")]
+TemplateMib = Annotated[int, typer.Option(help="Memory that it may take.")]
 MaxConnections = Annotated[
     int | None, typer.Option(help="Connections at a time; as many as files leave room for, up to 16384, unless given.")
 ]
@@ -128,6 +130,8 @@ _LIMITS = (
     "request_seconds",
     "header_seconds",
     "body_seconds",
+    "template_seconds",
+    "template_mib",
 )
 
 
@@ -174,6 +178,8 @@ def serve(
     header_seconds: HeaderSeconds = None,
     body_seconds: BodySeconds = None,
     max_connections: MaxConnections = None,
+    template_seconds: TemplateSeconds = 2.0,
+    template_mib: TemplateMib = 512,
     drain_seconds: DrainSeconds = 30,
     stalled_seconds: StalledSeconds = None,
     ssl_certfile: Certificate = None,

@@ -131,6 +131,8 @@ class ServerSettings(Frozen):
         request_seconds: So long after its first byte a request is ended with an error; None for no limit.
         header_seconds: How long a connection may take until the headers of its request are there.
         body_seconds: How long the body of a request may take to come.
+        template_seconds: CPU that a chat template may take for one conversation.
+        template_mib: Memory that it may take.
     """
 
     model_name: str = Field(min_length=1, description="Use a name.")
@@ -148,6 +150,8 @@ class ServerSettings(Frozen):
     request_seconds: float | None = Field(None, gt=0, description="Use a number of seconds above 0, or None.")
     header_seconds: float = Field(30.0, gt=0, description="Use a number of seconds above 0.")
     body_seconds: float = Field(60.0, gt=0, description="Use a number of seconds above 0.")
+    template_seconds: float = Field(2.0, gt=0, description="Use a number of seconds above 0.")
+    template_mib: int = Field(512, ge=1, description="Use 1 or more.")
 
 
 # --- Job: a checked request with its prompts as tokens, its parameters and its tenant.

@@ -25,6 +25,7 @@ from outrider.server.requests import AllowedMethods, Job, JobMaker, ServerSettin
 from outrider.server.schemas import ChatRequest, CommonRequest, Shape
 from outrider.server.streams import Deadlines
 from outrider.server.tenants import ApiKeys, Meter
+from outrider.templates import TemplateLimits
 
 S = TypeVar("S", bound=Shape)
 
@@ -89,6 +90,7 @@ class Service:
         self.recorder = None if records is None else Recorder(records, keys.record_budgets, Origin.of(llm), self.metrics)
         self.deadlines = Deadlines()
         self.draining = False
+        llm.prompts.template_limits = TemplateLimits(settings.template_seconds, settings.template_mib)
         llm.engine.scheduler.tenants.weights = engine.preparing.turns.weights = keys.weights
         self._meters: dict[str | None, Meter] = {}
 

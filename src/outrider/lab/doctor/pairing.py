@@ -13,7 +13,9 @@ from outrider.loading.configuration import read_context
 from outrider.loading.sources import check_sources
 from outrider.loading.tokenizers import given_tokenizer
 from outrider.model.vocabulary import ModelVocabulary
+from outrider.prompts import render_conversation, renders_by_template
 from outrider.propose.bridge import VocabularyReport, report
+from outrider.templates import TemplateLimits
 
 _CONVERSATION = [{"role": "user", "content": "How long is a day?"}, {"role": "assistant", "content": "24 hours."}]
 
@@ -95,6 +97,8 @@ def _rendered(tokenizer: Any) -> str | None:
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     try:
+        if renders_by_template(tokenizer):
+            return render_conversation(tokenizer, _CONVERSATION, None, {}, TemplateLimits())
         return str(tokenizer.apply_chat_template(_CONVERSATION, tokenize=False))
     except Exception:  # whatever the template itself raises
         return None
