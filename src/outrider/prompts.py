@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from inspect import signature
 from numbers import Integral
@@ -22,6 +22,8 @@ from outrider.templates import TemplateLimits, render
 # --- Encodes prompts and conversations to token ids, for several threads at once.
 
 
+#: Characters of a token, of which few texts have more.
+_USUAL_CHARACTERS = 8
 #: The text of a prompt, None where it came as token ids or as a conversation, and its token ids.
 Encoded = tuple[str | None, tuple[int, ...]]
 
@@ -63,6 +65,7 @@ class PromptEncoder:
         if not isinstance(content, str):
             return None, content
         self._check_length("prompt", len(content))
+        self._check_beginning("prompt", content)
         with self._lock:
             return content, encode_text(self.tokenizer, content, add_special_tokens=add_special_tokens)
 
@@ -93,6 +96,7 @@ class PromptEncoder:
             except InvalidPromptError as error:
                 raise InvalidPromptError(field, given, error.problem, error.remedy) from None
         self._check_length(field, len(given))
+        self._check_beginning(field, given)
         with self._lock:  # it goes on behind other tokens, so it has none that begins a text
             return encode_text(self.tokenizer, given, field=field, add_special_tokens=False)
 
@@ -119,6 +123,7 @@ class PromptEncoder:
                 return None, self._encode_by_tokenizer(conversation, tools, settings)
             text = render_conversation(self.tokenizer, conversation, tools, settings, self.template_limits)
             self._check_length("messages", len(text))
+            self._check_beginning("messages", text)
             with self._lock:
                 return None, tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         except InvalidPromptError:
@@ -158,6 +163,25 @@ class PromptEncoder:
             f"no room in the context of {length:,} tokens, of which the longest has {self._longest_token} characters",
             f"Shorten it to {length * self._longest_token:,} characters or fewer.",
         )
+
+    def _check_beginning(self, field: str, text: str) -> None:
+        """Raise InvalidPromptError where the beginning of a long text has more tokens already than the context.
+
+        What follows may change the last few tokens of a beginning, and no more of them than the longest token has
+        characters.
+        """
+        length = self._max_model_len
+        if length is None or self.tokenizer is None:
+            return
+        size = _USUAL_CHARACTERS * length
+        while 2 * size < len(text):
+            found = 0
+            with self._lock, suppress(InvalidPromptError):  # whoever encodes the whole text says what is wrong with it
+                found = len(encode_text(self.tokenizer, text[:size]))
+            if found > length + self._longest_token:
+                problem = f"no room in the context of {length:,} tokens, which its first {size:,} characters fill"
+                raise InvalidPromptError(field, f"{len(text):,} characters", problem, "Shorten it.")
+            size *= 4
 
     def check_template(self) -> None:
         """Raise InvalidParameterError where conversations cannot be written as prompts."""

@@ -146,6 +146,32 @@ def test_all_that_a_template_is_given_counts_before_it_is_rendered(
     assert time.process_time() - start < 2
 
 
+def test_a_text_whose_beginning_fills_the_context_is_not_encoded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one token of a thousand characters in the vocabulary, four million characters might fit."""
+    tokenizer, sizes = given_tokenizer(default_model("target")), []
+    assert tokenizer.add_tokens(["=" * 4000])
+    encoder = PromptEncoder(tokenizer, "the model", 1024)
+    encode = type(tokenizer).__call__
+
+    def watched(self: Any, text: str, **more: Any) -> Any:
+        sizes.append(len(text))
+        return encode(self, text, **more)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", watched)
+    tokenizer.chat_template = "{{ tools[0].function.description }}"
+    tool = {"function": {"description": LONG}}
+    for call in (
+        lambda: encoder.encode(LONG),
+        lambda: encoder.encode_prediction(LONG),
+        lambda: encoder.encode_conversation(HI, tools=[tool]),
+    ):
+        sizes.clear()
+        with pytest.raises(InvalidPromptError, match="no room in the context of 1,024 tokens, which its first"):
+            call()
+        assert sum(sizes) < len(LONG) / 10
+    assert len(encoder.encode("=" * 4000 * 500)[1]) == 500, "what fits is taken, however long it is"
+
+
 def test_what_a_template_makes_of_it_counts_before_it_is_encoded(encoder: PromptEncoder) -> None:
     encoder.tokenizer.chat_template = "{{ 'ab' * 1000000 }}"  # type: ignore[union-attr]
     with pytest.raises(InvalidPromptError, match="no room in the context"):
