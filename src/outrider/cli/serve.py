@@ -216,10 +216,12 @@ def serve(
         run_replicas(make, replicas, model, settings, loading, limits, keys, drain_seconds=drain_seconds, **address, **tls)
         return
     from outrider.server.errors import log
+    from outrider.server.run import Hangups
     from outrider.server.run import serve as run
 
     log("loading", {"model": limits.model_name, "from": model or "the embedded pair"})
-    run(make(records=records, **loading), place, drain_seconds=drain_seconds, profile=profile, **tls)
+    hangups = Hangups()  # before the profile is read
+    run(make(records=records, **loading), place, hangups, drain_seconds=drain_seconds, profile=profile, **tls)
 
 
 def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, RecordFolder | None, Listener]:

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import ssl
+from collections.abc import Callable
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -84,7 +85,39 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
             raise InvalidParameterError("ssl_certfile", str(certificate), problem, remedy) from None
 
 
-def serve(service: Service, place: Listener, *, drain_seconds: int, profile: Path | None = None, **tls: Any) -> None:
+class Hangups:
+    """What SIGHUP asks for, from the moment at which this is made. It does not end the process."""
+
+    def __init__(self) -> None:
+        self._renew: Callable[[], object] | None = None
+        self._is_asked = False
+        signal.signal(signal.SIGHUP, self._note)
+
+    def begin(self, renew: Callable[[], object]) -> None:
+        """Call `renew` for each signal from now on, and for those that came while nobody could."""
+        self._renew = renew
+        if self._is_asked:
+            renew()
+
+    def end(self) -> None:
+        """Do nothing any more. Python gives a signal its usual effect at its end, unless it is ignored."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+        if self._renew is not None:
+            self._renew()
+
+
+def serve(
+    service: Service,
+    place: Listener,
+    hangups: Hangups,
+    *,
+    drain_seconds: int,
+    profile: Path | None = None,
+    **tls: Any,
+) -> None:
     """Serve until SIGTERM or Ctrl-C, then refuse what is new and let those who are being served finish.
 
     SIGHUP has the profile read again; see `Renewal`.
@@ -94,6 +127,7 @@ def serve(service: Service, place: Listener, *, drain_seconds: int, profile: Pat
     Args:
         service: What to serve.
         place: Where.
+        hangups: Those that came while the model was loaded, and those to come.
         drain_seconds: How long requests may take to finish at the end; then they are ended with an error.
         profile: Who drafts, as `outrider tune` says; None where the command says it.
         tls: Options of uvicorn that begin with ssl_.
@@ -112,10 +146,11 @@ def serve(service: Service, place: Listener, *, drain_seconds: int, profile: Pat
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends itself what it was sent once it has ended
     place.handshake_seconds, place.is_tls = service.settings.header_seconds, bool(tls)
-    server = _Server(config, service, place, drain_seconds, Renewal(service, profile))
+    server = _Server(config, service, place, drain_seconds, Renewal(service, profile), hangups)
     try:
         server.run(sockets=[place])
     finally:
+        hangups.end()
         server.has_ended()
 
 
@@ -128,13 +163,20 @@ class _Server(uvicorn.Server):
         listener: Where.
         drain_seconds: How long requests may take to finish.
         renewal: What SIGHUP asks for.
+        hangups: When it asks for it.
     """
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, listener: Listener, drain_seconds: int, renewal: Renewal
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        listener: Listener,
+        drain_seconds: int,
+        renewal: Renewal,
+        hangups: Hangups,
     ) -> None:
         super().__init__(config)
-        self._listener = listener
+        self._listener, self._hangups = listener, hangups
         self._service, self._drain_seconds, self._renewal = service, drain_seconds, renewal
         self._renewing: set[asyncio.Task[None]] = set()
         self._end: float | None = None
@@ -143,7 +185,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._renew)
+        # Not a handler of the event loop: those end with it, and the next signal would end the process.
+        self._hangups.begin(partial(asyncio.get_running_loop().call_soon_threadsafe, self._renew))
         if self.started:
             self._listener.wait_in_line()
             host, port = self._listener.getsockname()[:2]
@@ -154,6 +197,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the answers that are still sent. Whoever does not take his answer is cut off before uvicorn would cancel
         it, and call that a fault."""
+        self._hangups.end()
         wait = max(0.0, (self._end or 0.0) + PARTING_SECONDS - monotonic())
         self.config.timeout_graceful_shutdown = ceil(wait + PARTING_SECONDS)
         parting = asyncio.get_running_loop().call_later(wait, self._cut_connections)
@@ -166,6 +210,8 @@ class _Server(uvicorn.Server):
             parting.cancel()
 
     def _renew(self) -> None:
+        if self.should_exit:
+            return
         task = asyncio.get_running_loop().create_task(self._renewal.run())
         self._renewing.add(task)  # the loop itself holds no task
         task.add_done_callback(self._renewing.discard)
