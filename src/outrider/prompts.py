@@ -15,9 +15,9 @@ import torch
 
 from outrider.config import Frozen, unknown_setting
 from outrider.errors import InvalidParameterError, InvalidPromptError
+from outrider.loading.templates import TemplateLimits, render_conversation, renders_by_template
 from outrider.params import SamplingParams
 from outrider.propose.settings import FORMERLY, SpeculationConfig
-from outrider.templates import TemplateLimits, render
 
 # --- Encodes prompts and conversations to token ids, for several threads at once.
 
@@ -193,21 +193,6 @@ class PromptEncoder:
             "it has no chat template: it completes text and was not trained to converse",
             "Use generate with a plain prompt, or a model whose tokenizer has a chat template.",
         )
-
-
-def renders_by_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer writes conversations by a template of Jinja, as transformers does, and not in its own way."""
-    from transformers import PreTrainedTokenizerBase
-
-    return getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
-
-
-def render_conversation(
-    tokenizer: Any, conversation: Any, tools: Any, settings: Mapping[str, Any], limits: TemplateLimits
-) -> str:
-    """A conversation as the template of a tokenizer writes it. Raises TemplateError, or ValueError for no template."""
-    template = tokenizer.get_chat_template(None, tools)
-    return render(template, conversation, tools, {**tokenizer.special_tokens_map, **settings}, limits)
 
 
 def _num_characters(given: Any) -> int:

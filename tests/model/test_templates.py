@@ -13,9 +13,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from outrider.config import default_model
 from outrider.errors import InvalidPromptError
+from outrider.loading.templates import TemplateError, TemplateLimits, render
 from outrider.loading.tokenizers import given_tokenizer
 from outrider.prompts import PromptEncoder
-from outrider.templates import TemplateError, TemplateLimits, render
 
 HI = [{"role": "user", "content": "hi"}]
 LIMITS = TemplateLimits(seconds=0.5, mebibytes=64)
@@ -137,7 +137,7 @@ LONG = "word " * 780_000
 def test_all_that_a_template_is_given_counts_before_it_is_rendered(
     encoder: PromptEncoder, field: str, given: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.prompts.render", None)
+    monkeypatch.setattr("outrider.prompts.render_conversation", None)
     messages, more = given()
     start = time.process_time()
     with pytest.raises(InvalidPromptError, match="no room in the context") as raised:

@@ -14,6 +14,7 @@ from outrider.async_llm import AsyncLLM, AsyncStream
 from outrider.engine.engine import Engine
 from outrider.engine.thread import Health
 from outrider.errors import InvalidParameterError
+from outrider.loading.templates import TemplateLimits
 from outrider.params import RequestOutput
 from outrider.propose.settings import SpeculationConfig
 from outrider.server.chat import blamed_tool, forces_calls
@@ -25,7 +26,6 @@ from outrider.server.requests import AllowedMethods, Job, JobMaker, ServerSettin
 from outrider.server.schemas import ChatRequest, CommonRequest, Shape
 from outrider.server.streams import Deadlines
 from outrider.server.tenants import ApiKeys, Meter
-from outrider.templates import TemplateLimits
 
 S = TypeVar("S", bound=Shape)
 

@@ -11,11 +11,10 @@ from outrider.errors import OutriderError
 from outrider.lab.doctor.verdict import Finding, Level
 from outrider.loading.configuration import read_context
 from outrider.loading.sources import check_sources
+from outrider.loading.templates import TemplateLimits, render_conversation, renders_by_template
 from outrider.loading.tokenizers import given_tokenizer
 from outrider.model.vocabulary import ModelVocabulary
-from outrider.prompts import render_conversation, renders_by_template
 from outrider.propose.bridge import VocabularyReport, report
-from outrider.templates import TemplateLimits
 
 _CONVERSATION = [{"role": "user", "content": "How long is a day?"}, {"role": "assistant", "content": "24 hours."}]
 

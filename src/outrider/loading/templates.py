@@ -41,6 +41,21 @@ class TemplateError(Exception):
     """A template refuses a conversation, or costs too much. The message says which."""
 
 
+def renders_by_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer writes conversations by a template of Jinja, as transformers does, and not in its own way."""
+    from transformers import PreTrainedTokenizerBase
+
+    return getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
+
+
+def render_conversation(
+    tokenizer: Any, conversation: Any, tools: Any, settings: Mapping[str, Any], limits: TemplateLimits
+) -> str:
+    """A conversation as the template of a tokenizer writes it. Raises TemplateError, or ValueError for no template."""
+    template = tokenizer.get_chat_template(None, tools)
+    return render(template, conversation, tools, {**tokenizer.special_tokens_map, **settings}, limits)
+
+
 def render(template: str, messages: Sequence[Any], tools: Any, settings: Mapping[str, Any], limits: TemplateLimits) -> str:
     """A conversation as a chat template writes it, with the turn handed to the model.
 
