@@ -52,7 +52,11 @@ def render_conversation(
     tokenizer: Any, conversation: Any, tools: Any, settings: Mapping[str, Any], limits: TemplateLimits
 ) -> str:
     """A conversation as the template of a tokenizer writes it. Raises TemplateError, or ValueError for no template."""
-    template = tokenizer.get_chat_template(None, tools)
+    from outrider.loading.file_limits import VARIABLE, file_limits  # not where this file is a program
+
+    template, most = tokenizer.get_chat_template(None, tools), file_limits()["template_bytes"]
+    if len(template.encode("utf-8", "surrogatepass")) > most:
+        raise TemplateError(f"it is larger than {most:,} bytes, to which {VARIABLE} limits template_bytes")
     return render(template, conversation, tools, {**tokenizer.special_tokens_map, **settings}, limits)
 
 

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,7 @@ def _placed(
         raise _MalformedError(f"general.alignment is {alignment!r}, and no power of two")
     begin = -(-reader.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
+    places = list[tuple[int, int, str]]()
     for name, shape, kind, offset in table:
         if name in tensors:
             raise _MalformedError(f"it has two tensors {name}")
@@ -182,7 +184,11 @@ def _placed(
             raise _MalformedError(f"the data of {name} begin at {offset}, which {alignment} does not divide")
         if begin + offset + size > len(reader.data):
             raise _MalformedError(f"the data of {name} end at byte {begin + offset + size:,} of {len(reader.data):,}")
+        places.append((offset, offset + size, name))
         tensors[name] = GgufTensor(name, shape, kind, reader.data[begin + offset : begin + offset + size])
+    for (_, end, name), (start, _, other) in pairwise(sorted(places)):
+        if start < end:  # so a small file cannot be a large model
+            raise _MalformedError(f"{name} and {other} have the same bytes")
     return tensors
 
 
