@@ -150,9 +150,41 @@ async def _no_route(request: Request, error: Exception) -> Response:
             405, f"{request.method} {path}: this route has another method. Use {allowed}.", code="no_such_method"
         )
     else:
-        problem = f"{request.method} {path}: {error.detail}{_routes_like(request)}"
+        problem = f"{request.method} {path}: {error.detail}{_route_elsewhere(path) or _routes_like(request)}"
         found = ApiError(error.status_code, problem, code="no_such_route")
     return answer(found.body, found.status, {**(error.headers or {}), "x-request-id": request_id(request)})
+
+
+#: Routes of other APIs, whose they are, and what this server has for the same purpose.
+_ELSEWHERE = {
+    "/v1/responses": ("OpenAI's Responses API", "/v1/chat/completions"),
+    "/v1/messages": ("Anthropic's Messages API", "/v1/chat/completions"),
+    "/v1/complete": ("Anthropic's older API", "/v1/completions"),
+    "/v1/embeddings": ("OpenAI's API for embeddings", None),
+    "/v1/audio": ("OpenAI's API for sound", None),
+    "/v1/images": ("OpenAI's API for images", None),
+    "/v1/moderations": ("OpenAI's API for moderation", None),
+    "/api/generate": ("Ollama's API", "/v1/completions"),
+    "/api/chat": ("Ollama's API", "/v1/chat/completions"),
+    "/api/tags": ("Ollama's API", "/v1/models"),
+    "/api/show": ("Ollama's API", "/v1/models"),
+    "/api/version": ("Ollama's API", "/version"),
+    "/api/embed": ("Ollama's API for embeddings", None),
+    "/api/embeddings": ("Ollama's API for embeddings", None),
+    "/completion": ("llama.cpp's own API", "/v1/completions"),
+    "/embedding": ("llama.cpp's own API for embeddings", None),
+    "/generate": ("the API of Text Generation Inference", "/v1/completions"),
+}
+
+
+def _route_elsewhere(path: str) -> str:
+    """Whose API a path belongs to, and what this server has instead; empty where that is not known."""
+    known = next((route for route in _ELSEWHERE if path == route or path.startswith(f"{route}/")), None)
+    if known is None:
+        return ""
+    whose, ours = _ELSEWHERE[known]
+    instead = "it writes texts, by /v1/completions and /v1/chat/completions" if ours is None else f"it has {ours} instead"
+    return f". This is {whose}, which this server does not speak; {instead}"
 
 
 def _routes_like(request: Request) -> str:
