@@ -337,6 +337,7 @@ class LLM:
         speculation: Speculation | Sequence[Speculation | None] | None = None,
         namespace: str | None = None,
         trace: bool = False,
+        on_finished: Callable[[RequestOutput], None] | None = None,
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Complete a conversation, or each of a list of conversations, through the tokenizer's own chat template.
@@ -347,6 +348,7 @@ class LLM:
             speculation: As in generate.
             namespace: As in generate.
             trace: As in generate.
+            on_finished: As in generate.
 
         Returns:
             One output for each conversation. In a list, a conversation that cannot be served has `error` set and the
@@ -368,7 +370,7 @@ class LLM:
             params,
             speculation,
             self._options(namespace=namespace, trace=trace),
-            None,
+            on_finished,
         )
 
     def chat_prompt(self, messages: Conversation) -> list[int]:

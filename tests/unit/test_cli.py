@@ -505,12 +505,42 @@ def test_an_interrupt_leaves_quietly() -> None:
         assert process.stderr.read() == ""
 
 
-def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> None:
-    model = tmp_path / "conversing"
+def conversing(folder: Path) -> Path:
+    """The embedded target with a chat template."""
+    model = folder / "conversing"
     shutil.copytree(default_model("target"), model)
     settings = json.loads((model / "tokenizer_config.json").read_text("utf-8"))
     settings["chat_template"] = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    return model
+
+
+def test_generate_answers_where_the_model_has_a_chat_template(tmp_path: Path) -> None:
+    asked = ("generate", str(conversing(tmp_path)), "-t", "0", "--max-tokens", "6", "--method", "none")
+    question, whole = "x = 1", "# user: x = 1\n"
+    answered, raw = invoked(*asked, "-p", question), invoked(*asked, "--raw", "-p", whole)
+    assert "--raw goes on from the prompt itself" in answered.stderr
+    assert "chat template" not in raw.stderr
+    assert raw.stdout.removeprefix(whole) == answered.stdout, "the same tokens, and a question is not echoed"
+    several = json.loads(invoked(*asked, "-p", question, "-p", "y", "--json").stdout)["requests"]
+    assert [each["prompt"] for each in several] == [question, "y"]
+    assert several[0]["samples"][0]["text"] == answered.stdout.removesuffix("\n")
+    batch = invoked(*asked, "-p", question, "-p", "y", "--compare")
+    assert batch.exit_code == 0, batch.output
+    assert answered.stdout.strip() in batch.stdout
+
+
+def test_what_the_model_says_of_sampling_holds(tmp_path: Path) -> None:
+    model = tmp_path / "own"
+    shutil.copytree(default_model("target"), model)
+    (model / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 1}), "utf-8")
+    asked = ("generate", str(model), "-p", "def f(", "--max-tokens", "12", "--method", "none")
+    assert invoked(*asked).stdout == invoked(*asked, "-t", "0").stdout, "only the likeliest token is left"
+    assert invoked(*asked, "--seed", "1", "--top-k", "0").stdout != invoked(*asked).stdout
+
+
+def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> None:
+    model = conversing(tmp_path)
     questions = f"hello\n{'word ' * 3000}\n/reset\nhello\n/help\n/quit\nnever asked\n"
     result = outrider("chat", str(model), "--max-tokens", "4", "-t", "0", "--quantization", "int8", stdin=questions)
     assert result.returncode == 0

@@ -76,6 +76,7 @@ def chat(
         activations=activations,
         draft_quantization=draft_quantization,
     )
+    params = options.usual_sampling(llm, params, notes)
     opening = [{"role": "system", "content": system}] if system else []
     llm.chat_prompt([*opening, {"role": "user", "content": "hello"}])  # refuse now, not after the first question
     notes.print(_HELP, style="dim")

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
     from outrider.llm import LLM
     from outrider.loading.gguf.header import ShowReading
+    from outrider.params import SamplingParams
 
 # --- Options that several verbs share, and the objects they stand for.
 
 
 Model = Annotated[
-    str | None, typer.Argument(help="Local folder or hub id; without one, the embedded default pair.", show_default=False)
+    str | None,
+    typer.Argument(help="Local folder, GGUF file or hub id; without one, the embedded pair.", show_default=False),
 ]
 Wide = Annotated[
     bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters, where speculation gains.")
@@ -197,6 +199,30 @@ def sampling(**given: Any) -> Any:
     from outrider.params import SamplingParams
 
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+#: What decides how a token is drawn, and what llama.cpp takes for it where neither its user nor a file says anything.
+_LLAMA_CPP = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+
+
+def usual_sampling(llm: LLM, asked: SamplingParams, notes: Console) -> SamplingParams:
+    """The parameters that were asked for, and what the model's own files say of the others. Where they say nothing of
+    sampling, as most GGUF files, tokens are drawn as by llama.cpp: the whole vocabulary of a model of 4 bits reads badly.
+
+    Args:
+        llm: The model.
+        asked: What the caller has set; its other fields do not count.
+        notes: Where it is said.
+    """
+    usual, given = llm.default_params, {name: getattr(asked, name) for name in asked.model_fields_set}
+    says = _LLAMA_CPP.keys() & usual.model_fields_set
+    if llm.engine.runner.loaded.name.endswith(".gguf") and not says:
+        usual = usual.replace(**_LLAMA_CPP)
+        taken = {name: value for name, value in _LLAMA_CPP.items() if name not in given}
+        if taken and given.get("temperature") != 0:
+            said = ", ".join(f"{name} {value:g}" for name, value in taken.items())
+            notes.print(f"the file says nothing of sampling, so as llama.cpp does: {said}", style="dim")
+    return usual.replace(**given)
 
 
 def load(console: Console, model: str | None, settings: Any, **options: Any) -> LLM:
