@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from http.client import HTTPResponse
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_as_many_files_as_the_system_grants() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    limits = ("--header-seconds", "1", "--body-seconds", "1", "--max-connections", "20")
+    limits = ("--header-seconds", "2", "--body-seconds", "1", "--max-connections", "20")
     with running("--method", "off", *limits) as server:
         yield server
 
@@ -173,7 +174,7 @@ def test_a_request_that_does_not_come_in_time_is_told_408(server: Server, begun:
     error = json.loads(body)["error"]
     assert error["code"] == "request_timeout"
     assert option in error["message"]
-    assert 0.9 < time.monotonic() - start < 15
+    assert 0.5 < time.monotonic() - start < 15
 
 
 def test_a_second_request_of_a_connection_has_its_own_time(server: Server) -> None:
@@ -181,9 +182,11 @@ def test_a_second_request_of_a_connection_has_its_own_time(server: Server) -> No
     whole = HEAD.replace(b"900", str(len(body)).encode()) + body
     with connected(server) as connection:
         for _ in range(3):
-            time.sleep(0.6)
+            time.sleep(1)
             connection.sendall(whole)
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert (answer.status, bool(answer.read())) == (200, True)
         assert told(connection, REQUEST_LINE).startswith(b"HTTP/1.1 408 ")
 
 

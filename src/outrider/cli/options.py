@@ -262,26 +262,30 @@ def shown_loading(console: Console, text: str) -> Iterator[ShowReading]:
         What is to be told of bytes that have been read.
     """
     if not console.is_terminal:
-        yield lambda done, total: None
+        yield lambda name, done, total: None
         return
     with console.status(text) as status:
-        bar = _Bar(console, status, text)
+        bar = _Bar(console, status)
         try:
             yield bar.show
         finally:
             bar.end()
 
 
+#: Characters of a file's name, so that a line of 80 has room for all that stands behind it.
+_NAME = 34
+
+
 class _Bar:
     """Takes turns with a spinner, since a console shows one moving thing at a time."""
 
-    def __init__(self, console: Console, status: Status, text: str) -> None:
-        self._console, self._status, self._text = console, status, text
+    def __init__(self, console: Console, status: Status) -> None:
+        self._console, self._status = console, status
         self._bars: Progress | None = None
 
-    def show(self, done: int, total: int) -> None:
+    def show(self, name: str, done: int, total: int) -> None:
         if self._bars is None:
-            self._begin(total)
+            self._begin(name, total)
         assert self._bars is not None, "it has begun"
         self._bars.update(self._bars.task_ids[0], completed=done)
         if done >= total:
@@ -293,11 +297,12 @@ class _Bar:
             self._bars.stop()
             self._bars = None
 
-    def _begin(self, total: int) -> None:
+    def _begin(self, name: str, total: int) -> None:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._status.stop()
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(12), DownloadColumn(), TimeRemainingColumn())
         self._bars = Progress(*columns, console=self._console, transient=True)
-        self._bars.add_task(self._text, total=total)
+        shown = name if len(name) <= _NAME else f"{name[: _NAME // 2]}…{name[-_NAME // 2 + 1 :]}"
+        self._bars.add_task(shown, total=total)
         self._bars.start()

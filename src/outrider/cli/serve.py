@@ -244,8 +244,7 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, RecordFolder 
     check_tls(given["ssl_certfile"], given["ssl_keyfile"])
     files = raise_file_limit()
     most = room_for_connections(files, given["max_connections"])
-    place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS)
-    place.most = most
+    place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS, most)
     write_logs()
     if given["replicas"] is None:
         log("connections have room", {"max_connections": most, "files": files})

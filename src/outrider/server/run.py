@@ -37,13 +37,14 @@ from outrider.server.streams import PARTING_SECONDS
 _HANGING_SECONDS = 15
 
 
-def listen(host: str, port: int, stalled_seconds: int) -> Listener:
+def listen(host: str, port: int, stalled_seconds: int, most: int = Listener.most) -> Listener:
     """A socket that clients can reach.
 
     Args:
         host: Its address.
         port: 0 takes a free one.
         stalled_seconds: A client that takes nothing of its answer for so long has left. Linux alone can tell.
+        most: Connections at a time.
 
     Raises:
         InvalidParameterError: The address cannot be had.
@@ -52,6 +53,7 @@ def listen(host: str, port: int, stalled_seconds: int) -> Listener:
     # With the protocol's number asyncio sends every event at once. Without, the system would hold events back until the
     # client acknowledges those before, for up to 40 ms.
     found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found.most = most
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # the connections that are accepted have it from this one
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_seconds * 1000)

@@ -443,8 +443,8 @@ def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tens
 # --- How much of a model's files has been read, for whoever shows it.
 
 
-#: Called with the bytes read so far, and with all bytes. It may be called in any thread.
-ShowReading = Callable[[int, int], None]
+#: Called with the name of a file, the bytes of it that were read so far, and all bytes. It may be called in any thread.
+ShowReading = Callable[[str, int, int], None]
 
 _watchers: list[ShowReading] = []
 
@@ -462,11 +462,11 @@ def watched_reading(show: ShowReading) -> Iterator[None]:
 class FileProgress:
     """What has been read of a file of `total` bytes."""
 
-    def __init__(self, total: int) -> None:
-        self._done, self._total = 0, total
+    def __init__(self, path: str, total: int) -> None:
+        self._name, self._done, self._total = Path(path).name, 0, total
 
     def advance(self, count: int) -> None:
         """`count` more bytes have been read."""
         self._done += count
         for show in _watchers:
-            show(self._done, self._total)
+            show(self._name, self._done, self._total)
