@@ -139,6 +139,7 @@ def test_signals_while_it_ends_change_nothing_of_its_end(tmp_path: Path) -> None
         server.process.send_signal(signal.SIGTERM)
         while server.process.poll() is None:
             server.process.send_signal(signal.SIGHUP)
+            server.process.send_signal(signal.SIGTERM)
             time.sleep(0.002)
         assert server.process.returncode == 0
         assert server.ended()[-1]["event"] == "ended"

@@ -264,6 +264,7 @@ def _end_at_once() -> NoReturn:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one would find no handler any more while Python ends
     raise SystemExit(0)
 
 
