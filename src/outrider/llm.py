@@ -40,7 +40,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
 from outrider.engine.thread import EngineThread, Health, Inbox, Mailbox, stream_pieces, write_all
-from outrider.errors import ClosedError, InvalidParameterError, OutriderError
+from outrider.errors import ClosedError, InputError, InvalidParameterError, InvalidPromptError, OutriderError
 from outrider.loading.sources import check_sources
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.prompts import (
@@ -294,7 +294,8 @@ class LLM:
             others finish; a single prompt raises instead.
 
         Raises:
-            OutriderError: The only prompt failed, or `params` or `speculation` do not fit the prompts.
+            OutriderError: The only prompt failed, or `params` or `speculation`, given once for all prompts or in the wrong
+                number, cannot be used. Then nothing was written.
             ClosedError: The LLM is closed.
         """
         refuse_keywords(self.generate, unknown)
@@ -336,6 +337,7 @@ class LLM:
         speculation: Speculation | Sequence[Speculation | None] | None = None,
         namespace: str | None = None,
         trace: bool = False,
+        on_finished: Callable[[RequestOutput], None] | None = None,
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Complete a conversation, or each of a list of conversations, through the tokenizer's own chat template.
@@ -346,6 +348,7 @@ class LLM:
             speculation: As in generate.
             namespace: As in generate.
             trace: As in generate.
+            on_finished: As in generate.
 
         Returns:
             One output for each conversation. In a list, a conversation that cannot be served has `error` set and the
@@ -367,7 +370,7 @@ class LLM:
             params,
             speculation,
             self._options(namespace=namespace, trace=trace),
-            None,
+            on_finished,
         )
 
     def chat_prompt(self, messages: Conversation) -> list[int]:
@@ -437,7 +440,11 @@ class LLM:
         options: RequestOptions,
         on_finished: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
-        """Generate from `items`, each of which `encode` turns into its text, if it has one, and its token ids."""
+        """Generate from `items`, each of which `encode` turns into its text, if it has one, and its token ids. A mistake in
+        settings that are for all of them is raised before anything is written; others stay with their item."""
+        for_all = not isinstance(params, list | tuple) and not isinstance(speculation, list | tuple)
+        if speculation is not None and not isinstance(speculation, list | tuple):
+            speculation = self.resolve(cast(Speculation, speculation))
         settings = (spread(params, len(items), "params"), spread(speculation, len(items), "speculation"))
         outputs: dict[int, RequestOutput] = {}
         pending: dict[int, Request] = {}
@@ -451,7 +458,11 @@ class LLM:
             try:
                 pending[place] = self._prepare(*encode(item), sampling, config, options)
             except OutriderError as error:
+                if for_all and isinstance(error, InputError) and not isinstance(error, InvalidPromptError):
+                    raise
                 settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
+        if pending and isinstance(speculation, SpeculationConfig):
+            self.load_method(speculation)
         write_all(self._thread, pending, settle)
         if single and outputs[0].error is not None:
             raise cast(OutriderError, outputs.pop(0).error)

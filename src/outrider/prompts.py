@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from inspect import signature
 from numbers import Integral
@@ -15,12 +15,15 @@ import torch
 
 from outrider.config import Frozen, unknown_setting
 from outrider.errors import InvalidParameterError, InvalidPromptError
+from outrider.loading.templates import TemplateLimits, render_conversation, renders_by_template
 from outrider.params import SamplingParams
 from outrider.propose.settings import FORMERLY, SpeculationConfig
 
 # --- Encodes prompts and conversations to token ids, for several threads at once.
 
 
+#: Characters of a token, of which few texts have more.
+_USUAL_CHARACTERS = 8
 #: The text of a prompt, None where it came as token ids or as a conversation, and its token ids.
 Encoded = tuple[str | None, tuple[int, ...]]
 
@@ -33,11 +36,15 @@ class PromptEncoder:
         tokenizer: Of the target; None where it has none, and then prompts are token ids.
         model: What to call the target in errors; None for the embedded one.
         max_model_len: Tokens of the longest text that the target takes; None for no limit.
+
+    Attributes:
+        template_limits: What it may cost to write a conversation by a chat template.
     """
 
     def __init__(self, tokenizer: Any | None, model: str | None, max_model_len: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._model = model
+        self.template_limits = TemplateLimits()
         self._max_model_len = max_model_len
         self._lock: AbstractContextManager[Any] = Lock()
         if tokenizer is not None and getattr(tokenizer, "is_fast", False):
@@ -58,6 +65,7 @@ class PromptEncoder:
         if not isinstance(content, str):
             return None, content
         self._check_length("prompt", len(content))
+        self._check_beginning("prompt", content)
         with self._lock:
             return content, encode_text(self.tokenizer, content, add_special_tokens=add_special_tokens)
 
@@ -88,6 +96,7 @@ class PromptEncoder:
             except InvalidPromptError as error:
                 raise InvalidPromptError(field, given, error.problem, error.remedy) from None
         self._check_length(field, len(given))
+        self._check_beginning(field, given)
         with self._lock:  # it goes on behind other tokens, so it has none that begins a text
             return encode_text(self.tokenizer, given, field=field, add_special_tokens=False)
 
@@ -106,21 +115,36 @@ class PromptEncoder:
         self.check_template()
         assert self.tokenizer is not None, "it has a template"
         conversation = read_conversation(messages)
-        self._check_length("messages", sum(map(_num_characters, conversation)))
+        sizes = {"messages": conversation, "tools": tools, "chat_template_kwargs": settings}
+        found = {name: _num_characters(given) for name, given in sizes.items()}
+        self._check_length(max(found, key=lambda name: found[name]), sum(found.values()))
         try:
+            if not renders_by_template(self.tokenizer):
+                return None, self._encode_by_tokenizer(conversation, tools, settings)
+            text = render_conversation(self.tokenizer, conversation, tools, settings, self.template_limits)
+            self._check_length("messages", len(text))
+            self._check_beginning("messages", text)
             with self._lock:
-                encoded = self.tokenizer.apply_chat_template(
-                    conversation,
-                    tools=tools,
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    tokenizer_kwargs={"verbose": False},
-                    **settings,
-                )
+                return None, tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        except InvalidPromptError:
+            raise
         except Exception as error:
-            problem = f"the chat template refuses them ({error})"
+            whose = "the embedded model" if self._model is None else self._model
+            problem = f"the chat template of {whose} refuses them ({error})"
             raise InvalidPromptError("messages", conversation, problem, "Use role and content in each.") from error
-        return None, tuple(encoded["input_ids"])
+
+    def _encode_by_tokenizer(self, conversation: Any, tools: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
+        """The tokens of a conversation, where a tokenizer has its own way to write one."""
+        with self._lock:
+            encoded = self.tokenizer.apply_chat_template(  # type: ignore[union-attr]
+                conversation,
+                tools=tools,
+                add_generation_prompt=True,
+                return_dict=True,
+                tokenizer_kwargs={"verbose": False},
+                **settings,
+            )
+        return tuple(encoded["input_ids"])
 
     @cached_property
     def _longest_token(self) -> int:
@@ -140,6 +164,25 @@ class PromptEncoder:
             f"Shorten it to {length * self._longest_token:,} characters or fewer.",
         )
 
+    def _check_beginning(self, field: str, text: str) -> None:
+        """Raise InvalidPromptError where the beginning of a long text has more tokens already than the context.
+
+        What follows may change the last few tokens of a beginning, and no more of them than the longest token has
+        characters.
+        """
+        length = self._max_model_len
+        if length is None or self.tokenizer is None:
+            return
+        size = _USUAL_CHARACTERS * length
+        while 2 * size < len(text):
+            found = 0
+            with self._lock, suppress(InvalidPromptError):  # whoever encodes the whole text says what is wrong with it
+                found = len(encode_text(self.tokenizer, text[:size]))
+            if found > length + self._longest_token:
+                problem = f"no room in the context of {length:,} tokens, which its first {size:,} characters fill"
+                raise InvalidPromptError(field, f"{len(text):,} characters", problem, "Shorten it.")
+            size *= 4
+
     def check_template(self) -> None:
         """Raise InvalidParameterError where conversations cannot be written as prompts."""
         if getattr(self.tokenizer, "chat_template", None) is not None:
@@ -152,9 +195,20 @@ class PromptEncoder:
         )
 
 
-def _num_characters(message: Any) -> int:
-    content = message.get("content")
-    return len(content) if isinstance(content, str) else 0
+def _num_characters(given: Any) -> int:
+    """Characters of all texts and numbers in a value, names included; objects of other kinds count as nothing."""
+    found, left = 0, [given]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            found += len(value)
+        elif isinstance(value, Mapping):
+            left += (*value.keys(), *value.values())
+        elif isinstance(value, list | tuple):
+            left += value
+        elif isinstance(value, bool | int | float):
+            found += 1
+    return found
 
 
 # --- Types and checks of what callers write: prompts, conversations and settings.

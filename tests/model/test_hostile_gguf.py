@@ -126,6 +126,16 @@ def kind_of(name: bytes, number: int) -> Callable[[bytes], bytes]:
     return change
 
 
+def at_offset_of(name: bytes, other: bytes) -> Callable[[bytes], bytes]:
+    """A tensor begins where another one does."""
+
+    def change(data: bytes) -> bytes:
+        places = [data.index(each) + len(each) + 4 + 16 + 4 for each in (name, other)]
+        return data[: places[0]] + data[places[1] : places[1] + 8] + data[places[0] + 8 :]
+
+    return change
+
+
 WHOLE = 4  # the type of whole numbers in metadata
 
 
@@ -152,6 +162,7 @@ WHOLE = 4  # the type of whole numbers in metadata
         (value(b"llama.feed_forward_length", WHOLE, struct.pack("<I", 2**30)), r"ask for \[1073741824, 32\]"),
         (value(b"llama.embedding_length", WHOLE, struct.pack("<I", 0)), "embedding_length is 0, and no whole number"),
         (value(b"llama.block_count", WHOLE, struct.pack("<I", 10**6)), "it says 1,000,000 layers, and holds"),
+        (at_offset_of(b"blk.0.ffn_up.weight", b"blk.0.attn_q.weight"), "have the same bytes"),
         (value(b"llama.attention.head_count", WHOLE, struct.pack("<I", 10**9)), "m.gguf"),
         (replaced(b"general.architecture", b"general.architecturX"), "general.architecture is None"),
         (replaced(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "architecture is mamba, and llama, mistral3"),
@@ -163,6 +174,15 @@ def test_what_is_wrong_is_named(sound: bytes, tmp_path: Path, change: Any, probl
     with pytest.raises(ModelError, match=problem) as caught:
         load_model(ModelConfig(model=str(tmp_path / "m.gguf")))
     assert "m.gguf" in str(caught.value)
+
+
+def test_more_layers_than_any_model_has_are_refused(sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.gguf").write_bytes(value(b"llama.block_count", WHOLE, struct.pack("<I", 3))(sound))
+    monkeypatch.setenv("OUTRIDER_FILE_LIMITS", "layers=2")
+    with pytest.raises(
+        ModelError, match=r"it has 3 layers, and layers of files are limited to 2\. Set OUTRIDER_FILE_LIMITS"
+    ):
+        load_model(ModelConfig(model=str(tmp_path / "m.gguf")))
 
 
 def test_numbers_that_are_not_finite_are_named(tmp_path: Path, sound: bytes) -> None:

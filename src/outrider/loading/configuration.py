@@ -10,6 +10,7 @@ from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import attempt
+from outrider.loading.file_limits import check_file_limit
 from outrider.loading.fit import Needs, needs, stored_tensors
 from outrider.loading.gguf.architecture import read_config
 from outrider.loading.gguf.header import GgufFile, is_gguf, read_gguf, rows_may_be_rounded
@@ -18,9 +19,6 @@ from outrider.loading.quantised import declared, layout_of
 from outrider.loading.sources import check_files, source_options
 
 logger = logging.getLogger(__name__)
-
-#: More layers than any model has. Files that tell how many tensors they hold set a lower limit.
-_MOST_LAYERS = 10_000
 
 
 def read_context(config: ModelConfig) -> int:
@@ -173,7 +171,8 @@ def _check_depth(name: str, hf_config: Any) -> None:
     if not isinstance(layers, int) or layers < 1:
         problem = f"its configuration says num_hidden_layers={layers!r}"
         raise ModelLoadError(name, problem, "Correct config.json: a decoder has 1 layer or more.")
-    most = len(stored_tensors(Path(name))) or _MOST_LAYERS  # a layer has one tensor at least
-    if layers > most:
+    most = len(stored_tensors(Path(name)))  # a layer has one tensor at least
+    if layers > most > 0:
         problem = f"its configuration says num_hidden_layers={layers}, and its files hold no more than {most}"
         raise ModelLoadError(name, problem, "Correct config.json, or download the checkpoint again.")
+    check_file_limit(name, "layers", layers)

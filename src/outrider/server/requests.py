@@ -128,7 +128,11 @@ class ServerSettings(Frozen):
         max_body_values: Names and values in the body of one request; reading them takes time in which nothing else is read.
         max_structure_bytes: Of a JSON schema, regular expression or grammar.
         step_seconds: An engine that has been at work on one step for so long hangs, and is of no use any more.
-        request_seconds: After so long a request is ended with an error; None for no limit.
+        request_seconds: So long after its first byte a request is ended with an error; None for no limit.
+        header_seconds: How long a connection may take until the headers of its request are there.
+        body_seconds: How long the body of a request may take to come.
+        template_seconds: CPU that a chat template may take for one conversation.
+        template_mib: Memory that it may take.
     """
 
     model_name: str = Field(min_length=1, description="Use a name.")
@@ -144,6 +148,10 @@ class ServerSettings(Frozen):
     max_structure_bytes: int = Field(64 * 2**10, ge=1, description="Use 1 or more.")
     step_seconds: float = Field(120.0, gt=0, description="Use a number of seconds above 0.")
     request_seconds: float | None = Field(None, gt=0, description="Use a number of seconds above 0, or None.")
+    header_seconds: float = Field(30.0, gt=0, description="Use a number of seconds above 0.")
+    body_seconds: float = Field(60.0, gt=0, description="Use a number of seconds above 0.")
+    template_seconds: float = Field(2.0, gt=0, description="Use a number of seconds above 0.")
+    template_mib: int = Field(512, ge=1, description="Use 1 or more.")
 
 
 # --- Job: a checked request with its prompts as tokens, its parameters and its tenant.

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,7 @@ def _placed(
         raise _MalformedError(f"general.alignment is {alignment!r}, and no power of two")
     begin = -(-reader.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
+    places = list[tuple[int, int, str]]()
     for name, shape, kind, offset in table:
         if name in tensors:
             raise _MalformedError(f"it has two tensors {name}")
@@ -182,7 +184,11 @@ def _placed(
             raise _MalformedError(f"the data of {name} begin at {offset}, which {alignment} does not divide")
         if begin + offset + size > len(reader.data):
             raise _MalformedError(f"the data of {name} end at byte {begin + offset + size:,} of {len(reader.data):,}")
+        places.append((offset, offset + size, name))
         tensors[name] = GgufTensor(name, shape, kind, reader.data[begin + offset : begin + offset + size])
+    for (_, end, name), (start, _, other) in pairwise(sorted(places)):
+        if start < end:  # so a small file cannot be a large model
+            raise _MalformedError(f"{name} and {other} have the same bytes")
     return tensors
 
 
@@ -437,8 +443,8 @@ def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tens
 # --- How much of a model's files has been read, for whoever shows it.
 
 
-#: Called with the bytes read so far, and with all bytes. It may be called in any thread.
-ShowReading = Callable[[int, int], None]
+#: Called with the name of a file, the bytes of it that were read so far, and all bytes. It may be called in any thread.
+ShowReading = Callable[[str, int, int], None]
 
 _watchers: list[ShowReading] = []
 
@@ -456,11 +462,11 @@ def watched_reading(show: ShowReading) -> Iterator[None]:
 class FileProgress:
     """What has been read of a file of `total` bytes."""
 
-    def __init__(self, total: int) -> None:
-        self._done, self._total = 0, total
+    def __init__(self, path: str, total: int) -> None:
+        self._name, self._done, self._total = Path(path).name, 0, total
 
     def advance(self, count: int) -> None:
         """`count` more bytes have been read."""
         self._done += count
         for show in _watchers:
-            show(self._done, self._total)
+            show(self._name, self._done, self._total)
