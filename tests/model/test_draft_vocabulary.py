@@ -1,5 +1,5 @@
-"""Draft models that leave rare tokens out: the logits that are computed keep their bits, drafts hold no other tokens, and texts
-stay what they are."""
+"""Draft models that leave rare tokens out: the logits that are computed keep their bits, drafts hold no other tokens, and
+texts stay what they are."""
 
 from __future__ import annotations
 

@@ -362,9 +362,8 @@ class DecoderKernel:
             if not -count <= layer < count:
                 raise IndexError(f"hidden states {layer} of {count}")
         aux = {layer % count: self._states_like(len(rows.tokens)) for layer in aux_layers}
-        logits = self._pass(
-            self._decoder, rows, [aux.get(i) for i in range(count)] if aux else [], mixed=mixed, head_panels=head_panels
-        )
+        states = [aux.get(i) for i in range(count)] if aux else []
+        logits = self._pass(self._decoder, rows, states, mixed=mixed, head_panels=head_panels)
         return logits, {layer: aux[layer % count] for layer in aux_layers}
 
     def forward_part(

@@ -104,7 +104,7 @@ class AttentionBackend(ABC):
         return None
 
     def tokens_at_once(self) -> int | None:
-        """How many tokens, one behind another, have logits together or have none; None where all have some in every pass."""
+        """How many tokens, one behind another, have logits together or have none. None: all have some in every pass."""
         return None
 
     def instruction_set(self, model: Any) -> str | None:

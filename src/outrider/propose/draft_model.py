@@ -51,8 +51,8 @@ class DraftModel(Method):
         revision: Hub revision.
         trust_remote_code: Whether transformers may run code that this checkpoint brings; trust in the target's is another.
         min_confidence: Nothing is drafted behind a token whose own draft probability is smaller. The token itself stays.
-        vocabulary: So many of the first tokens are drafted, and those that texts contain; 0 for all. None leaves rare tokens out
-            where the vocabulary is large (`propose/draft_vocabulary.py`).
+        vocabulary: So many of the first tokens are drafted, and those that texts contain; 0 for all. None leaves rare
+            tokens out where the vocabulary is large (`propose/draft_vocabulary.py`).
     """
 
     name: ClassVar[str] = "draft_model"

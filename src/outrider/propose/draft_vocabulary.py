@@ -1,12 +1,13 @@
 """The tokens that the head of a draft model computes, where its vocabulary is large.
 
-The head of a small model with a large vocabulary may be a third of what a pass reads, and most of its tokens are hardly ever
-written. A draft may leave them out: its law is zero there, and a text is distributed as the target's whatever law a draft is
-drawn from (FR-Spec, Zhao et al. 2025; VocabTrim, Goel et al. 2025).
+The head of a small model with a large vocabulary may be a third of what a pass reads, and most of its tokens are hardly
+ever written. A draft may leave them out: its law is zero there, and a text is distributed as the target's whatever law a
+draft is drawn from (FR-Spec, Zhao et al. 2025; VocabTrim, Goel et al. 2025).
 
-Tokenizers number tokens in the order of their merges, or of their scores, which is that of how often texts use them. So the
-first tokens are taken, and the added ones, which end turns; and then those that texts contain, since a text that has used a
-rare token is likely to use it again. Tokens are taken in the groups that kernels compute together, so that no weight is moved.
+Tokenizers number tokens in the order of their merges, or of their scores, which is that of how often texts use them. So
+the first tokens are taken, and the added ones, which end turns; and then those that texts contain, since a text that has
+used a rare token is likely to use it again. Tokens are taken in the groups that kernels compute together, so that no weight
+is moved.
 """
 
 from __future__ import annotations

@@ -241,9 +241,8 @@ class StagedProposer(DraftModelProposer):
             self._rows.begin_draft(d.growth.request.sequence, d.text)
         while growing:
             rounds = self._guessed(self.due(growing), noise.member(_GUESSES))
-            out = self.runner.forward(
-                [each.segment for each in rounds], self._rows.aux_layers, head_panels=self._head_panels()
-            )
+            segments, panels = [each.segment for each in rounds], self._head_panels()
+            out = self.runner.forward(segments, self._rows.aux_layers, head_panels=panels)
             processed = self._processed(rounds, out)
             checked = [each for each in rounds if each.work.wanted]
             candidates = [self._candidate(each, noise.member(_CHECKS)) for each in checked]
