@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from numbers import Integral
 from threading import Lock
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from outrider.config import Frozen, unknown_setting
+from outrider.conversations import check_developer, read_conversation, read_tools, template_of
 from outrider.errors import InvalidParameterError, InvalidPromptError
 from outrider.params import SamplingParams
 from outrider.propose.settings import FORMERLY, SpeculationConfig
@@ -95,7 +96,7 @@ class PromptEncoder:
         """A conversation through the tokenizer's chat template, with the turn handed to the model.
 
         Args:
-            messages: The conversation.
+            messages: The conversation, in OpenAI's form.
             tools: Descriptions of functions that the model may call, for templates that know them.
             settings: What else the template knows.
 
@@ -105,18 +106,18 @@ class PromptEncoder:
         """
         self.check_template()
         assert self.tokenizer is not None, "it has a template"
-        conversation = read_conversation(messages)
-        self._check_length("messages", sum(map(_num_characters, conversation)))
+        conversation = read_conversation(messages, template_of(self.tokenizer, tools=bool(tools)))
+        self._check_length("messages", sum(len(message["content"]) for message in conversation))
+        how = {"tools": read_tools(tools), "add_generation_prompt": True, **settings}
+        write = partial(self.tokenizer.apply_chat_template, tokenize=False, **how)
         try:
             with self._lock:
+                check_developer(conversation, messages, write)
                 encoded = self.tokenizer.apply_chat_template(
-                    conversation,
-                    tools=tools,
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    tokenizer_kwargs={"verbose": False},
-                    **settings,
+                    conversation, return_dict=True, tokenizer_kwargs={"verbose": False}, **how
                 )
+        except InvalidPromptError:
+            raise
         except Exception as error:
             problem = f"the chat template refuses them ({error})"
             raise InvalidPromptError("messages", conversation, problem, "Use role and content in each.") from error
@@ -152,11 +153,6 @@ class PromptEncoder:
         )
 
 
-def _num_characters(message: Any) -> int:
-    content = message.get("content")
-    return len(content) if isinstance(content, str) else 0
-
-
 # --- Types and checks of what callers write: prompts, conversations and settings.
 
 
@@ -174,12 +170,10 @@ class TokensPrompt(TypedDict):
 
 #: A text, token ids (a list, or a 1-D array of integers), or either in a dict.
 Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | TextPrompt | TokensPrompt
-Conversation = Sequence[Mapping[str, Any]]
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _BYTES = (bytes, bytearray, memoryview)
 _DICT_REMEDY = "Give {'prompt': text} or {'prompt_token_ids': token ids}."
-_MESSAGES_REMEDY = "Give a list of {'role': ..., 'content': ...}, or for several conversations a list of such lists."
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
@@ -294,34 +288,6 @@ def _is_list(value: Any) -> bool:
 
 def _is_list_of_numbers(value: Any) -> bool:
     return _is_list(value) and len(value) > 0 and all(_is_number(item) for item in value)
-
-
-# -- conversations -----------------------------------------------------------------------------------------------------
-
-
-def split_conversations(messages: Any) -> tuple[list[Any], bool]:
-    """The conversations one by one, and whether it is a single one that stands in no list. None of them is checked yet.
-
-    Raises:
-        InvalidPromptError: It is neither a conversation nor a list of conversations.
-    """
-    several = _is_list(messages) and any(_is_list(item) for item in messages)
-    if several and not all(_is_list(item) for item in messages):
-        raise InvalidPromptError("messages", messages, "messages and conversations in one list", _MESSAGES_REMEDY)
-    return (list(messages), False) if several else ([messages], True)
-
-
-def read_conversation(messages: Any) -> list[Mapping[str, Any]]:
-    """The messages of one conversation.
-
-    Raises:
-        InvalidPromptError: It is no list of messages, or there are none.
-    """
-    if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
-        raise InvalidPromptError("messages", messages, "not a list of messages", _MESSAGES_REMEDY)
-    if not messages:
-        raise InvalidPromptError("messages", messages, "it is empty", _MESSAGES_REMEDY)
-    return list(messages)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

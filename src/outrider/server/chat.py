@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
+from outrider.conversations import template_of, unread_fields
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
-from outrider.server.schemas import ChatRequest, Message
+from outrider.server.schemas import ChatRequest, CommonRequest, Message
 from outrider.server.tools import CLOSE, ToolForm, calls_grammar, tool_form
 
 Compile = Callable[[StructuredOutputs], object]
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates know them: contents are texts, arguments of calls are objects, empty fields are left out.
+    """Messages as they are read everywhere (`outrider.conversations`).
 
     Raises:
-        InvalidPromptError: There is no message, or the arguments of a call are no JSON.
+        InvalidPromptError: There is no message.
     """
     if not messages:
         remedy = 'Use a list of messages like {"role": "user", "content": "..."}.'
         raise InvalidPromptError("messages", messages, "there is no message", remedy)
-    return [_message(message, place) for place, message in enumerate(messages)]
+    return [message.model_dump(exclude_none=True) for message in messages]
+
+
+def ignored_fields(asked: CommonRequest, prompts: PromptEncoder) -> tuple[str, ...]:
+    """The fields of a request that are passed over: its own, and those of its messages that the template does not read."""
+    if not isinstance(asked, ChatRequest) or not asked.messages:
+        return asked.ignored
+    template = template_of(prompts.tokenizer, tools=bool(asked.tools))
+    return (*asked.ignored, *unread_fields(conversation(asked.messages), template))
 
 
 def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:
@@ -60,7 +68,7 @@ def wanted_tools(asked: ChatRequest) -> bool:
 
 def form_of(asked: ChatRequest, prompts: PromptEncoder) -> ToolForm | None:
     """How calls of tools are written in the answer; None where no tools are wanted."""
-    return tool_form(_template_of(prompts).chat_template) if wanted_tools(asked) else None
+    return tool_form(template_of(_template_of(prompts), tools=True)) if wanted_tools(asked) else None
 
 
 def forces_calls(asked: ChatRequest) -> bool:
@@ -146,33 +154,3 @@ def _template_of(prompts: PromptEncoder) -> Any:
         remedy = "Use /v1/completions, or start the server with --chat-template FILE."
         raise InvalidParameterError("messages", "...", "the model of this server has no chat template", remedy)
     return prompts.tokenizer
-
-
-def _message(message: Message, place: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": _text(message)}
-    for name in ("name", "tool_call_id"):
-        if getattr(message, name) is not None:
-            found[name] = getattr(message, name)
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, place)},
-            }
-            for call in message.tool_calls
-        ]
-    return found
-
-
-def _text(message: Message) -> str:
-    content = message.content
-    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
-
-
-def _arguments(written: str, place: int) -> Any:
-    try:
-        return json.loads(written)
-    except (ValueError, RecursionError):
-        field = f"messages.{place}.tool_calls"
-        raise InvalidPromptError(field, written, "the arguments are no JSON", "Give a JSON object as text.") from None
