@@ -24,16 +24,18 @@ QWEN = CHATML.replace(
     "{%- for m in messages %}", "{%- for m in messages if m.role in ('system', 'user', 'assistant', 'tool') %}"
 )
 THINKING = CHATML.replace("{{ m.content }}", "[{{ m.reasoning_content }}]{{ m.content }}")
-LLAMA = """{% for m in messages %}<{{ m['role'] }}>{% if 'tool_calls' in m %}{"name": "{{ m.tool_calls[0].function.name }}",
- "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}{% else %}{{ m['content'] | trim }}{% endif %}{% endfor %}"""
+LLAMA = """{% for m in messages %}<{{ m['role'] }}>{% if 'tool_calls' in m %}{% set call = m.tool_calls[0].function -%}
+{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}{% else %}{{ m['content'] | trim }}{% endif -%}
+{% endfor %}"""
 MISTRAL = """{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls is defined %}[TOOL_CALLS] [
 {%- for call in m.tool_calls %}{{ call.function | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}]
 {%- else %}[{{ m.role }}] {{ m.content }}{% endif %}{% endfor %}"""
 GLM = """{% for m in messages %}<|{{ m.role }}|>{% for call in m.tool_calls or [] %}{{ call.function.name }}
 {%- for name, value in call.function.arguments.items() %}<arg_key>{{ name }}</arg_key>
 {{- value if value is string else value | tojson }}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}"""
-HARMONY = """{% for m in messages %}{% if m.role == 'developer' or m.role == "system" %}{% if loop.first %}<|start|>developer
-{{- m.content }}{% endif %}{% else %}<|start|>{{ m.role }}{% if m.thinking %}<analysis>{{ m.thinking }}{% endif %}
+HARMONY = """{% for m in messages %}
+{%- if m.role == 'developer' or m.role == "system" %}{% if loop.first %}<|start|>developer{{ m.content }}{% endif %}
+{%- else %}<|start|>{{ m.role }}{% if m.thinking %}<analysis>{{ m.thinking }}{% endif %}
 {{- m.content }}{% endif %}{% endfor %}"""
 TEMPLATES = {
     "chatml": CHATML,

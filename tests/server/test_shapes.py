@@ -10,7 +10,9 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
+from outrider.config import default_model
 from outrider.errors import (
     ContradictionError,
     InputError,
@@ -25,11 +27,12 @@ from outrider.params import CompletionOutput, Logprob, SamplingParams, Structure
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.results import RequestStats
 from outrider.server.answers import CompletionLogprobs, chat_logprobs, usage
-from outrider.server.chat import blamed_tool, conversation, encode
+from outrider.server.chat import blamed_tool, conversation, encode, forced_calls
 from outrider.server.errors import ApiError, api_error
 from outrider.server.requests import AllowedMethods, JobMaker, ServerSettings, field_names, sampling
 from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest, Refusal
 from outrider.server.tools import Heard, ToolForm, ToolListener, tool_form
+from outrider.structured.grammar import GrammarCompiler, GrammarError
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
@@ -392,6 +395,38 @@ def test_errors_in_speculation_have_the_names_and_the_forms_of_the_request(asked
     assert said in error.message
     assert "(3, 2" not in error.message
     assert "method='none'" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes_any"),
+    [
+        ({}, False),
+        ({"parameters": {}}, False),
+        ({"parameters": {"type": "object", "properties": {}, "title": "none"}}, False),
+        ({"parameters": {"type": "object"}}, True),
+        ({"parameters": {"type": "object", "properties": {}, "additionalProperties": True}}, True),
+    ],
+)
+def test_a_function_that_names_no_argument_takes_none(parameters: dict[str, Any], takes_any: bool) -> None:
+    """Otherwise a model may write any object until its tokens are used up."""
+    tools = [{"type": "function", "function": {"name": "now", **parameters}}]
+    asked = ChatRequest.read(json.dumps({"messages": [_USER], "tools": tools, "tool_choice": "required"}).encode())
+    prompts: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template='tools<tool_call>{"arguments"'))
+    tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
+
+    def taken(arguments: str) -> bool:
+        state = compiler.start(StructuredOutputs(grammar=forced_calls(asked, prompts) or ""))
+        text = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
+        try:
+            for token in tokenizer.encode(text):
+                state.advance(token)
+        except GrammarError:
+            return False
+        return True
+
+    assert taken("{}")
+    assert taken('{"a": 1}') == takes_any
 
 
 def test_tools_that_are_refused_together_are_told_by_their_names() -> None:

@@ -7,12 +7,20 @@ from inspect import signature
 from typing import Any
 
 from outrider.conversations import template_of, unread_fields
-from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
+from outrider.errors import (
+    ContradictionError,
+    InputError,
+    InvalidParameterError,
+    InvalidPromptError,
+    UnsupportedParameterError,
+)
 from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
-from outrider.server.schemas import ChatRequest, CommonRequest, Message
+from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
 from outrider.server.tools import CLOSE, ToolForm, calls_grammar, tool_form
 
+#: Keywords of a schema that allow no property.
+_SAY_NOTHING = frozenset({"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"})
 Compile = Callable[[StructuredOutputs], object]
 
 
@@ -89,28 +97,28 @@ def forced_calls(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
     return calls_grammar(form, {name: schema for name, (_, schema) in _choices(asked).items()}, several=several)
 
 
-def blamed_tool(asked: ChatRequest, error: InvalidParameterError, compile_structure: Compile) -> InvalidParameterError:
+def blamed_tool(asked: ChatRequest, error: InputError, compile_structure: Compile) -> InputError:
     """What a request is told where the grammar of its calls is refused: which tool it is about, in the request's own words.
 
     Args:
         asked: A request that forces calls.
         error: Why their grammar was refused.
-        compile_structure: Raises InvalidParameterError where a structure by itself is refused.
+        compile_structure: Raises where a structure by itself is refused, as the engine does.
     """
     choices = _choices(asked)
     for name, (place, schema) in choices.items():
         try:
-            compile_structure(StructuredOutputs(json_schema=schema or {"type": "object"}))
-        except InvalidParameterError as found:
+            compile_structure(StructuredOutputs(json_schema=schema))
+        except (InvalidParameterError, UnsupportedParameterError) as found:
             field = f"tools.{place}.function.parameters"
-            return InvalidParameterError(field, schema, f"the schema of the tool {name!r}: {found.problem}", found.remedy)
+            return type(found)(field, schema, f"the schema of the tool {name!r}: {found.problem}", found.remedy)
     names, remedy = ", ".join(choices), "Give fewer tools, or smaller schemas."
     return InvalidParameterError("tools", names, f"their schemas together are refused: {error.problem}", remedy)
 
 
-def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any] | None]]:
+def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any]]]:
     """The tools that may be called: the place of each, and the schema of its arguments."""
-    found = {tool.function.name: (place, tool.function.parameters) for place, tool in enumerate(asked.tools or ())}
+    found = {tool.function.name: (place, _arguments_of(tool)) for place, tool in enumerate(asked.tools or ())}
     if asked.tool_choice == "required":
         return found
     name = _named(asked.tool_choice)
@@ -118,6 +126,15 @@ def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any] | None]]
         remedy = f"Use auto, none, required, or one of the tools: {', '.join(sorted(found))}."
         raise InvalidParameterError("tool_choice", asked.tool_choice, "no such choice", remedy)
     return {name: found[name]}
+
+
+def _arguments_of(tool: Tool) -> dict[str, Any]:
+    """The schema of a function's arguments. One that names none takes none, or a model would write any object, without end;
+    `{"type": "object"}` alone is any object."""
+    schema = tool.function.parameters or {"properties": {}}
+    if schema.get("properties") == {} and not schema.keys() - _SAY_NOTHING:
+        return {**schema, "type": "object", "additionalProperties": False}
+    return schema
 
 
 def only_call_ends_with(asked: ChatRequest, prompts: PromptEncoder) -> str | None:

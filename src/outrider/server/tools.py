@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outrider.errors import UnsupportedParameterError
+from outrider.structured.structures import followed
 
 # --- Parses and constrains tool calls: Hermes' form, which Qwen shares, and Llama's.
 
@@ -47,12 +48,12 @@ def tool_form(template: str | None) -> ToolForm:
     raise UnsupportedParameterError("tools", "...", problem, "Use a model that writes Hermes', Qwen's or Llama's form.")
 
 
-def calls_grammar(form: ToolForm, schemas: Mapping[str, dict[str, Any] | None], *, several: bool) -> str:
+def calls_grammar(form: ToolForm, schemas: Mapping[str, dict[str, Any]], *, several: bool) -> str:
     """A grammar, in Lark, of a text that is nothing but calls, with arguments of the right shape.
 
     Args:
         form: How the model writes calls.
-        schemas: What the arguments of each function look like; None for any object.
+        schemas: What the arguments of each function look like.
         several: Whether there may be more than one call, and up to MAX_CALLS.
     """
     before, between, after, separator = {
@@ -64,7 +65,7 @@ def calls_grammar(form: ToolForm, schemas: Mapping[str, dict[str, Any] | None], 
     for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(before + json.dumps(name) + between)
         rules.append(f"call_{number}: {head} arguments_{number} {json.dumps(after)}")
-        rules.append(f"arguments_{number}: %json {json.dumps({**(schema or {'type': 'object'}), **_SPACES})}")
+        rules.append(f"arguments_{number}: %json {json.dumps({**followed(schema), **_SPACES})}")
     return "\n".join(rules)
 
 
