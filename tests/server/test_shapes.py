@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from outrider.config import default_model
 from outrider.errors import (
@@ -23,13 +24,14 @@ from outrider.errors import (
     ProcessingError,
     UnsupportedParameterError,
 )
+from outrider.model.vocabulary import own_bytes
 from outrider.params import CompletionOutput, Logprob, SamplingParams, StructuredOutputs, TokenOrigin
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.results import RequestStats
 from outrider.server.answers import CompletionLogprobs, chat_logprobs, usage
 from outrider.server.chat import blamed_tool, conversation, encode, forced_calls
 from outrider.server.errors import ApiError, api_error
-from outrider.server.requests import AllowedMethods, JobMaker, ServerSettings, field_names, sampling
+from outrider.server.requests import AllowedMethods, JobMaker, Prompt, ServerSettings, field_names, sampling
 from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest, Refusal
 from outrider.server.tools import Heard, ToolForm, ToolListener, tool_form
 from outrider.structured.grammar import GrammarCompiler, GrammarError
@@ -187,13 +189,55 @@ def test_faults_of_the_server_tell_nothing_of_it() -> None:
 
 def test_what_was_ruled_out_is_a_number_too() -> None:
     entry = {7: Logprob(-1.0, 2, "b"), 3: Logprob(-0.5, 1, "a"), 9: Logprob(-math.inf, 3, "\ufffd")}
-    (told,) = chat_logprobs([entry], 3)["content"]
+    (told,) = chat_logprobs([entry], 3, None)["content"]
     assert [other["logprob"] for other in told["top_logprobs"]] == [-0.5, -1.0, -9999.0]
-    assert (told["bytes"], told["top_logprobs"][2]["bytes"]) == ([98], None)
-    lists = CompletionLogprobs(1, 4)
-    assert lists.shape([None, entry], "xy")["text_offset"] == [4, 6]
-    assert lists.shape([entry])["text_offset"] == [7]
-    assert lists.shape([entry])["top_logprobs"] == [{"b": -1.0, "a": -0.5}]
+    assert (told["bytes"], told["top_logprobs"][2]["bytes"]) == ([98], None), "without a tokenizer nobody knows"
+    assert CompletionLogprobs(1, None).shape([entry])["top_logprobs"] == [{"b": -1.0, "a": -0.5}]
+
+
+TEXT = "né\U0001f600!"
+
+
+@pytest.fixture(scope="module", params=["byte-level", "bytes in a row"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """Of both kinds that split characters, with a special token that begins texts."""
+    if request.param == "byte-level":
+        return AutoTokenizer.from_pretrained(default_model("target"))
+    names = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"n!"]
+    backend = Tokenizer(models.BPE(vocab={name: id for id, name in enumerate(names)}, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+
+
+def test_bytes_of_parts_of_characters_make_the_text(tokenizer: Any) -> None:
+    tokens = tokenizer.encode(TEXT, add_special_tokens=False)
+    entries = [{token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in tokens]
+    assert any("\ufffd" in (entry[token].decoded_token or "") for entry, token in zip(entries, tokens, strict=True))
+    told = chat_logprobs(entries, 1, tokenizer)["content"]
+    assert b"".join(bytes(each["bytes"]) for each in told).decode() == TEXT
+    assert [each["top_logprobs"][0]["bytes"] for each in told] == [each["bytes"] for each in told]
+
+
+@pytest.mark.parametrize("echoed", [False, True])
+def test_offsets_point_into_the_text(tokenizer: Any, echoed: bool) -> None:
+    """Special tokens are no part of it, and a character that several tokens write begins where the first of them does."""
+    special = tokenizer.all_special_ids[0]
+    tokens = [special, *tokenizer.encode(TEXT, add_special_tokens=False)]
+    entries: list[Any] = [{token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in tokens]
+    lists = CompletionLogprobs(0, tokenizer)
+    start, prefix = 0, ""
+    if echoed:
+        prompt = Prompt((special, *tokens), "!" + TEXT[1:], "first")  # a text that reads a little otherwise than its tokens
+        found = lists.shape_prompt(prompt, [None, *entries])
+        assert (found["tokens"][0], found["token_logprobs"][0], max(found["text_offset"])) == ("first", None, 3)
+        start, prefix = len(prompt.text), prompt.text
+    offsets = [offset for entry in entries for offset in lists.shape([entry])["text_offset"]]
+    text = prefix + tokenizer.decode(tokens, skip_special_tokens=True)
+    assert offsets[:2] == [start, start]
+    by_place = {offset: [entry for at, entry in zip(offsets, entries, strict=True) if at == offset] for offset in offsets}
+    for place, group in by_place.items():
+        written = b"".join(own_bytes(tokenizer, *entry) or b"" for entry in group if special not in entry)
+        assert text[place:].encode().startswith(written)
 
 
 # -- what requests may hold ---------------------------------------------------------------------------------------------

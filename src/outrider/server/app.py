@@ -172,14 +172,16 @@ def _routes_like(request: Request) -> str:
 async def completions(service: Service, call: Call) -> Response:
     """/v1/completions"""
     asked = await service.read(CompletionRequest, call)
-    return await _write(service, call, asked, lambda job: CompletionAnswer(job, service.settings.model_name))
+    name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
+    return await _write(service, call, asked, lambda job: CompletionAnswer(job, name, tokenizer))
 
 
 async def chat_completions(service: Service, call: Call) -> Response:
     """/v1/chat/completions"""
     asked = await service.read(ChatRequest, call)
     form = form_of(asked, service.engine.llm.prompts)
-    return await _write(service, call, asked, lambda job: ChatAnswer(job, service.settings.model_name, form))
+    name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
+    return await _write(service, call, asked, lambda job: ChatAnswer(job, name, tokenizer, form))
 
 
 async def _write(service: Service, call: Call, asked: CommonRequest, make: Callable[[Job], Answer]) -> Response:
