@@ -393,6 +393,25 @@ def test_structures_that_are_none_are_told_in_the_words_of_the_request(structure
     assert "json_schema" not in error.message
 
 
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_minus_one_is_no_seed_and_no_limit(kind: Any) -> None:
+    """As llama.cpp and its clients write it. The model's own values do not come in its place."""
+    known = {"prompt": "x"} if kind is CompletionRequest else {"messages": [_USER]}
+    own, settings = SamplingParams(seed=5, max_tokens=9), ServerSettings(model_name="m")
+
+    def params(**fields: Any) -> tuple[int | None, int]:
+        found = sampling(kind.read(json.dumps({**known, **fields}).encode()), own, 100, settings)
+        return found.seed, found.max_tokens
+
+    assert params() == (5, 9)
+    assert params(seed=-1, max_tokens=-1) == (None, 100)
+    if kind is ChatRequest:
+        assert params(max_completion_tokens=-1, max_tokens=-1) == (5, 100)
+    for name in ("seed", "max_tokens"):
+        with pytest.raises(InputError, match=f"{name}=-2"):
+            params(**{name: -2})
+
+
 def test_a_conversation_without_a_message_is_refused_in_words_of_this_server() -> None:
     with pytest.raises(InvalidPromptError) as caught:
         conversation(ChatRequest.read(b'{"messages": []}').messages)

@@ -324,6 +324,8 @@ _STRUCTURES = {
     "choice": "choice",
     "grammar": "grammar",
 }
+#: What clients of llama.cpp and text-generation-webui write for no seed, and for no limit of tokens.
+_NONE = -1
 #: What OpenAI's API writes of a completion where nobody says how much.
 _COMPLETION_TOKENS = 16
 
@@ -343,6 +345,8 @@ def sampling(asked: CommonRequest, defaults: SamplingParams, room: int, settings
     given = {name: getattr(asked, name) for name in _SAME if getattr(asked, name) is not None}
     if given.get("stop") in ("", []):
         del given["stop"]  # clients that mean none
+    if given.get("seed") == _NONE:
+        given["seed"] = None
     found = structure(asked, settings)
     if found is not None:
         given["structured_outputs"] = found
@@ -439,6 +443,8 @@ def _max_tokens(asked: CommonRequest, defaults: SamplingParams, room: int) -> di
         given = asked.max_completion_tokens
     if given == 0 and isinstance(asked, CompletionRequest) and asked.echo:
         return {"max_tokens": 1}  # which is not told: the prompt has to be read all the same
+    if given == _NONE:
+        return {"max_tokens": max(1, room)}
     if given is not None:
         return {"max_tokens": given}
     if "max_tokens" in defaults.model_fields_set:
