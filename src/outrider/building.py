@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -481,6 +481,7 @@ class TextOptions(TypedDict, total=False):
         priority: Among the requests of one namespace that wait, lower numbers go first. The usual number is 0.
         decoder_prompt: A text that the decoder goes on from, or token ids from its start token on, where an encoder reads
             the prompt.
+        shown_tokens: Ids of special tokens that stand in the text, as others do not.
     """
 
     namespace: str | None
@@ -488,6 +489,7 @@ class TextOptions(TypedDict, total=False):
     prediction: str | Sequence[int] | None
     priority: int
     decoder_prompt: str | Sequence[int] | None
+    shown_tokens: Collection[int]
 
 
 class CallOptions(TextOptions, total=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from outrider.errors import InvalidPromptError
@@ -88,6 +89,14 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]
     if tools is not None and not _is_list(tools):
         raise InvalidPromptError("tools", tools, "not a list of functions", _TOOL_REMEDY)
     return [_read_tool(tool, place) for place, tool in enumerate(tools)] if tools else None
+
+
+def with_written_arguments(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with arguments of calls as JSON, for templates that join them with text, as DeepSeek's do."""
+    found = deepcopy(conversation)
+    for function in (call["function"] for message in found for call in message.get("tool_calls", ())):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return found
 
 
 def check_developer(conversation: list[dict[str, Any]], asked: Conversation, write: Callable[[Any], Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -485,13 +485,14 @@ class LLM:
         priority: int = 0,
         streaming: bool = False,
         decoder_prompt: str | Sequence[int] | None = None,
+        shown_tokens: Collection[int] = (),
     ) -> RequestOptions:
         check_namespace(namespace)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise InvalidParameterError("priority", priority, "no whole number", "Use 0, or less to go first.")
         predicted = self.prompts.encode_prediction(prediction)
         begun = self.prompts.encode_decoder_prompt(decoder_prompt, self._thread.engine.runner.loaded.text_start or ())
-        return RequestOptions(namespace, predicted, priority, trace, streaming, begun)
+        return RequestOptions(namespace, predicted, priority, trace, streaming, begun, frozenset(shown_tokens))
 
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""

@@ -14,7 +14,13 @@ import numpy as np
 import torch
 
 from outrider.config import Frozen, unknown_setting
-from outrider.conversations import check_developer, read_conversation, read_tools, template_of
+from outrider.conversations import (
+    check_developer,
+    read_conversation,
+    read_tools,
+    template_of,
+    with_written_arguments,
+)
 from outrider.errors import InvalidParameterError, InvalidPromptError
 from outrider.params import SamplingParams
 from outrider.propose.settings import FORMERLY, SpeculationConfig
@@ -108,20 +114,26 @@ class PromptEncoder:
         assert self.tokenizer is not None, "it has a template"
         conversation = read_conversation(messages, template_of(self.tokenizer, tools=bool(tools)))
         self._check_length("messages", sum(len(message["content"]) for message in conversation))
-        how = {"tools": read_tools(tools), "add_generation_prompt": True, **settings}
+        how: dict[str, Any] = {"tools": read_tools(tools), "add_generation_prompt": True, **settings}
         write = partial(self.tokenizer.apply_chat_template, tokenize=False, **how)
+
+        def encoded(conversation: list[dict[str, Any]]) -> Any:
+            check_developer(conversation, messages, write)
+            plain = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+            return self.tokenizer.apply_chat_template(conversation, **plain, **how)  # type: ignore[union-attr]
+
         try:
             with self._lock:
-                check_developer(conversation, messages, write)
-                encoded = self.tokenizer.apply_chat_template(
-                    conversation, return_dict=True, tokenizer_kwargs={"verbose": False}, **how
-                )
+                try:
+                    found = encoded(conversation)
+                except TypeError:
+                    found = encoded(with_written_arguments(conversation))
         except InvalidPromptError:
             raise
         except Exception as error:
             problem = f"the chat template refuses them ({error})"
             raise InvalidPromptError("messages", conversation, problem, "Use role and content in each.") from error
-        return None, tuple(encoded["input_ids"])
+        return None, tuple(found["input_ids"])
 
     @cached_property
     def _longest_token(self) -> int:

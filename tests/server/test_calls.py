@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from outrider.config import default_model
-from outrider.server.tools import MAX_CALLS, ToolForm, ToolListener, calls_grammar
+from outrider.server.tool_forms import ToolForm
+from outrider.server.tools import MAX_CALLS, ToolListener, calls_grammar
 from tests.server.running import TEMPLATE, Server, running
 
 NAME = "outrider-embedded"

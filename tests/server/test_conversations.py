@@ -33,6 +33,8 @@ MISTRAL = """{% for m in messages %}{% if m.role == 'assistant' and m.tool_calls
 GLM = """{% for m in messages %}<|{{ m.role }}|>{% for call in m.tool_calls or [] %}{{ call.function.name }}
 {%- for name, value in call.function.arguments.items() %}<arg_key>{{ name }}</arg_key>
 {{- value if value is string else value | tojson }}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}"""
+DEEPSEEK = """{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls or [] %}
+{{- '<sep>' + call['function']['name'] + ' ' + call['function']['arguments'] + '<end>' }}{% endfor %}{% endfor %}"""
 HARMONY = """{% for m in messages %}
 {%- if m.role == 'developer' or m.role == "system" %}{% if loop.first %}<|start|>developer{{ m.content }}{% endif %}
 {%- else %}<|start|>{{ m.role }}{% if m.thinking %}<analysis>{{ m.thinking }}{% endif %}
@@ -44,6 +46,7 @@ TEMPLATES = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "glm": GLM,
+    "deepseek": DEEPSEEK,
     "harmony": HARMONY,
 }
 
@@ -108,6 +111,8 @@ def test_contents_arguments_and_tools_have_the_forms_that_templates_know(write: 
     assert write(CHATML, CONVERSATIONS["call"]) == called
     assert write(CHATML, [USER, call_of({"a": {"b": [1, "x"]}}), ANSWER, USER]) == called
     assert "add{}" in write(CHATML, CONVERSATIONS["call without arguments"])
+    joined = '<user>go<assistant><sep>add {"a": {"b": [1, "x"]}}<end><tool>7<user>go'
+    assert write(DEEPSEEK, CONVERSATIONS["call"]) == joined
     described = '{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}'
     assert write(CHATML, [USER], tools=TOOLS) == f"<tools>{described}</tools><user>go"
 

@@ -33,7 +33,8 @@ from outrider.server.chat import blamed_tool, conversation, encode, forced_calls
 from outrider.server.errors import ApiError, api_error
 from outrider.server.requests import AllowedMethods, JobMaker, Prompt, ServerSettings, field_names, sampling
 from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest, Refusal
-from outrider.server.tools import Heard, ToolForm, ToolListener, tool_form
+from outrider.server.tool_forms import ToolForm, tool_form
+from outrider.server.tools import Heard, ToolListener, ToolUse
 from outrider.structured.grammar import GrammarCompiler, GrammarError
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -474,12 +475,12 @@ def test_a_function_that_names_no_argument_takes_none(parameters: dict[str, Any]
     """Otherwise a model may write any object until its tokens are used up."""
     tools = [{"type": "function", "function": {"name": "now", **parameters}}]
     asked = ChatRequest.read(json.dumps({"messages": [_USER], "tools": tools, "tool_choice": "required"}).encode())
-    prompts: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template='tools<tool_call>{"arguments"'))
+    use = ToolUse("hermes", {}, {}, only_calls=True, max_calls=1)
     tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
     compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
 
     def taken(arguments: str) -> bool:
-        state = compiler.start(StructuredOutputs(grammar=forced_calls(asked, prompts) or ""))
+        state = compiler.start(StructuredOutputs(grammar=forced_calls(asked, use) or ""))
         text = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
         try:
             for token in tokenizer.encode(text):

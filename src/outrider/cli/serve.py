@@ -51,6 +51,7 @@ AllowOrigin = Annotated[
 Port = Annotated[int, typer.Option(help="0 takes a free one, and 65535 is the highest.")]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
 Template = Annotated[Path | None, typer.Option(help="A file with a chat template, in place of the model's.")]
+ToolParser = Annotated[str | None, typer.Option(help="How the model writes calls of tools; its chat template tells.")]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -118,6 +119,7 @@ _LIMITS = (
     "max_body_values",
     "step_seconds",
     "request_seconds",
+    "tool_parser",
 )
 
 
@@ -138,6 +140,7 @@ def serve(
     allow_origin: AllowOrigin = None,
     served_model_name: Name = None,
     chat_template: Template = None,
+    tool_parser: ToolParser = None,
     api_key_file: KeyFile = None,
     record: Record = None,
     dtype: options.DType = "auto",

@@ -14,10 +14,9 @@ from outrider.model.vocabulary import own_bytes
 from outrider.params import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, StreamPiece, TokenOrigin
 from outrider.propose.settings import SpeculationConfig
 from outrider.results import FORCED, RequestStats
-from outrider.server.chat import forces_calls
 from outrider.server.requests import Job, Prompt
 from outrider.server.schemas import ChatRequest, CompletionRequest
-from outrider.server.tools import ToolForm, ToolListener
+from outrider.server.tools import ToolListener
 
 # --- Builds the answers to completions and chats, whole or as chunks of a stream.
 
@@ -199,17 +198,15 @@ class ChatAnswer(Answer):
         job: What is written.
         model: What the client calls the model.
         tokenizer: The model's; None where it has none.
-        form: How the model calls tools; None where it knows of none.
     """
 
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, job: Job, model: str, tokenizer: Any | None, form: ToolForm | None) -> None:
+    def __init__(self, job: Job, model: str, tokenizer: Any | None) -> None:
         super().__init__(job, model, tokenizer)
         assert isinstance(job.asked, ChatRequest)
-        self._form = form
         self._listeners: dict[int, ToolListener] = {}
         self._count = job.params.logprobs
 
@@ -243,12 +240,10 @@ class ChatAnswer(Answer):
 
     def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The text for the reader, and the calls, in more of a choice's text."""
-        if self._form is None:
+        if self.job.tools is None:
             return text, []
         if number not in self._listeners:
-            assert isinstance(self.job.asked, ChatRequest)
-            asked = self.job.asked
-            self._listeners[number] = ToolListener(self._form, only_calls=forces_calls(asked), in_parts=bool(asked.stream))
+            self._listeners[number] = self.job.tools.listener(in_parts=bool(self.job.asked.stream))
         listener = self._listeners[number]
         found = [listener.hear(text), *([listener.finish()] if last else [])]
         return "".join(heard.content for heard in found), [call for heard in found for call in heard.calls]

@@ -25,7 +25,7 @@ from outrider.async_llm import AsyncStream
 from outrider.config import nearest
 from outrider.errors import InvalidParameterError, OutriderError
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
-from outrider.server.chat import check_template, conversation, form_of, ignored_fields
+from outrider.server.chat import check_template, conversation, ignored_fields
 from outrider.server.errors import ApiError, api_error, log
 from outrider.server.lifecycle import Call, request_id
 from outrider.server.metrics import MEDIA_TYPE
@@ -179,9 +179,8 @@ async def completions(service: Service, call: Call) -> Response:
 async def chat_completions(service: Service, call: Call) -> Response:
     """/v1/chat/completions"""
     asked = await service.read(ChatRequest, call)
-    form = form_of(asked, service.engine.llm.prompts)
     name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
-    return await _write(service, call, asked, lambda job: ChatAnswer(job, name, tokenizer, form))
+    return await _write(service, call, asked, lambda job: ChatAnswer(job, name, tokenizer))
 
 
 async def _write(service: Service, call: Call, asked: CommonRequest, make: Callable[[Job], Answer]) -> Response:

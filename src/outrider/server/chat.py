@@ -17,7 +17,8 @@ from outrider.errors import (
 from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
-from outrider.server.tools import CLOSE, ToolForm, calls_grammar, tool_form
+from outrider.server.tool_forms import ToolForm, tool_form
+from outrider.server.tools import ToolUse, calls_grammar, special_marks
 
 #: Keywords of a schema that allow no property.
 _SAY_NOTHING = frozenset({"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"})
@@ -74,9 +75,24 @@ def wanted_tools(asked: ChatRequest) -> bool:
     return bool(asked.tools) and asked.tool_choice != "none"
 
 
-def form_of(asked: ChatRequest, prompts: PromptEncoder) -> ToolForm | None:
-    """How calls of tools are written in the answer; None where no tools are wanted."""
-    return tool_form(template_of(_template_of(prompts), tools=True)) if wanted_tools(asked) else None
+def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None = None) -> ToolUse | None:
+    """How calls of tools are heard in the answer; None where no tools are wanted.
+
+    Args:
+        asked: The request.
+        prompts: Has the tokenizer.
+        parser: The form in which the model writes calls; None for what the chat template teaches.
+
+    Raises:
+        InputError: The model knows no tools, or their form is not known.
+    """
+    if not wanted_tools(asked):
+        return None
+    tokenizer = _template_of(prompts)
+    form = parser or tool_form(template_of(tokenizer, tools=True))
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in asked.tools or ()}
+    most = 1 if asked.parallel_tool_calls is False else None
+    return ToolUse(form, schemas, special_marks(form, tokenizer), forces_calls(asked), most)
 
 
 def forces_calls(asked: ChatRequest) -> bool:
@@ -84,17 +100,16 @@ def forces_calls(asked: ChatRequest) -> bool:
     return wanted_tools(asked) and asked.tool_choice not in (None, "auto")
 
 
-def forced_calls(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
+def forced_calls(asked: ChatRequest, tools: ToolUse | None) -> str | None:
     """The grammar of the calls that the answer has to be; None where the model decides whether it calls a tool.
 
     Raises:
-        InputError: The choice of a tool is none of those there are.
+        InputError: The choice of a tool is none of those there are, or calls in this form cannot be required.
     """
-    form = form_of(asked, prompts)
-    if form is None or not forces_calls(asked):
+    if tools is None or not tools.only_calls:
         return None
-    several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
-    return calls_grammar(form, {name: schema for name, (_, schema) in _choices(asked).items()}, several=several)
+    several = asked.tool_choice == "required" and tools.max_calls is None
+    return calls_grammar(tools.form, {name: schema for name, (_, schema) in _choices(asked).items()}, several=several)
 
 
 def blamed_tool(asked: ChatRequest, error: InputError, compile_structure: Compile) -> InputError:
@@ -135,22 +150,6 @@ def _arguments_of(tool: Tool) -> dict[str, Any]:
     if schema.get("properties") == {} and not schema.keys() - _SAY_NOTHING:
         return {**schema, "type": "object", "additionalProperties": False}
     return schema
-
-
-def only_call_ends_with(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
-    """The string at which a text has to stop so that it has one call at most; None where that is not asked for, or where a
-    grammar sees to it.
-
-    Raises:
-        UnsupportedParameterError: Calls in the form of this model have no end of their own.
-    """
-    if asked.parallel_tool_calls is not False or asked.tool_choice not in (None, "auto"):
-        return None
-    form = form_of(asked, prompts)
-    if form == "llama":
-        problem = "calls in Llama's form have no end that the text could stop at"
-        raise UnsupportedParameterError("parallel_tool_calls", False, problem, "Leave it out, or set tool_choice.")
-    return None if form is None else CLOSE
 
 
 def _named(choice: Any) -> str | None:
