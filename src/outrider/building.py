@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from stat import S_ISREG
@@ -490,6 +490,7 @@ class TextOptions(TypedDict, total=False):
         priority: Among the requests of one namespace that wait, lower numbers go first. The usual number is 0.
         decoder_prompt: A text that the decoder goes on from, or token ids from its start token on, where an encoder reads
             the prompt.
+        shown_tokens: Ids of special tokens that stand in the text, as others do not.
     """
 
     namespace: str | None
@@ -497,6 +498,7 @@ class TextOptions(TypedDict, total=False):
     prediction: str | Sequence[int] | None
     priority: int
     decoder_prompt: str | Sequence[int] | None
+    shown_tokens: Collection[int]
 
 
 class CallOptions(TextOptions, total=False):

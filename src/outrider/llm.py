@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from outrider.config import (
     default_model,
     shown_name,
 )
+from outrider.conversations import Conversation, split_conversations
 from outrider.engine.drafting.proposers import ProposerSet
 from outrider.engine.engine import Engine
 from outrider.engine.sequence import Request
@@ -44,13 +45,11 @@ from outrider.errors import ClosedError, InputError, InvalidParameterError, Inva
 from outrider.loading.sources import check_sources
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.prompts import (
-    Conversation,
     Prompt,
     check_namespace,
     dtype_name,
     refuse_keywords,
     refuse_settings,
-    split_conversations,
     split_prompts,
     spread,
 )
@@ -334,6 +333,7 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         speculation: Speculation | Sequence[Speculation | None] | None = None,
         namespace: str | None = None,
         trace: bool = False,
@@ -343,8 +343,10 @@ class LLM:
         """Complete a conversation, or each of a list of conversations, through the tokenizer's own chat template.
 
         Args:
-            messages: A list of {"role": ..., "content": ...}, or a list of such lists.
+            messages: A list of {"role": ..., "content": ...}, or a list of such lists, in OpenAI's form.
             params: As in generate.
+            tools: Functions that the model may call, in OpenAI's form, for a template that knows tools. The output is the
+                text with the calls in it.
             speculation: As in generate.
             namespace: As in generate.
             trace: As in generate.
@@ -366,17 +368,17 @@ class LLM:
         return self._complete(
             items,
             single,
-            self.prompts.encode_conversation,
+            partial(self.prompts.encode_conversation, tools=tools),
             params,
             speculation,
             self._options(namespace=namespace, trace=trace),
             on_finished,
         )
 
-    def chat_prompt(self, messages: Conversation) -> list[int]:
+    def chat_prompt(self, messages: Conversation, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Token ids of one conversation, with the turn handed to the model; raises as chat() does."""
         self._thread.check()
-        return list(self.prompts.encode_conversation(messages)[1])
+        return list(self.prompts.encode_conversation(messages, tools=tools)[1])
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt, as generate() sees them; raises InvalidPromptError."""
@@ -494,13 +496,14 @@ class LLM:
         priority: int = 0,
         streaming: bool = False,
         decoder_prompt: str | Sequence[int] | None = None,
+        shown_tokens: Collection[int] = (),
     ) -> RequestOptions:
         check_namespace(namespace)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise InvalidParameterError("priority", priority, "no whole number", "Use 0, or less to go first.")
         predicted = self.prompts.encode_prediction(prediction)
         begun = self.prompts.encode_decoder_prompt(decoder_prompt, self._thread.engine.runner.loaded.text_start or ())
-        return RequestOptions(namespace, predicted, priority, trace, streaming, begun)
+        return RequestOptions(namespace, predicted, priority, trace, streaming, begun, frozenset(shown_tokens))
 
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from numbers import Integral
 from threading import Lock
@@ -14,6 +14,13 @@ import numpy as np
 import torch
 
 from outrider.config import Frozen, unknown_setting
+from outrider.conversations import (
+    check_developer,
+    read_conversation,
+    read_tools,
+    template_of,
+    with_written_arguments,
+)
 from outrider.errors import InvalidParameterError, InvalidPromptError
 from outrider.loading.templates import TemplateLimits, render_conversation, renders_by_template
 from outrider.params import SamplingParams
@@ -104,7 +111,7 @@ class PromptEncoder:
         """A conversation through the tokenizer's chat template, with the turn handed to the model.
 
         Args:
-            messages: The conversation.
+            messages: The conversation, in OpenAI's form.
             tools: Descriptions of functions that the model may call, for templates that know them.
             settings: What else the template knows.
 
@@ -114,18 +121,16 @@ class PromptEncoder:
         """
         self.check_template()
         assert self.tokenizer is not None, "it has a template"
-        conversation = read_conversation(messages)
-        sizes = {"messages": conversation, "tools": tools, "chat_template_kwargs": settings}
+        conversation = read_conversation(messages, template_of(self.tokenizer, tools=bool(tools)))
+        described = read_tools(tools)
+        sizes = {"messages": conversation, "tools": described, "chat_template_kwargs": settings}
         found = {name: _num_characters(given) for name, given in sizes.items()}
         self._check_length(max(found, key=lambda name: found[name]), sum(found.values()))
         try:
-            if not renders_by_template(self.tokenizer):
-                return None, self._encode_by_tokenizer(conversation, tools, settings)
-            text = render_conversation(self.tokenizer, conversation, tools, settings, self.template_limits)
-            self._check_length("messages", len(text))
-            self._check_beginning("messages", text)
-            with self._lock:
-                return None, tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            try:
+                return None, self._encode_conversation(conversation, messages, described, settings)
+            except TypeError:  # the template joins arguments of calls with text
+                return None, self._encode_conversation(with_written_arguments(conversation), messages, described, settings)
         except InvalidPromptError:
             raise
         except Exception as error:
@@ -133,18 +138,27 @@ class PromptEncoder:
             problem = f"the chat template of {whose} refuses them ({error})"
             raise InvalidPromptError("messages", conversation, problem, "Use role and content in each.") from error
 
-    def _encode_by_tokenizer(self, conversation: Any, tools: Any, settings: Mapping[str, Any]) -> tuple[int, ...]:
-        """The tokens of a conversation, where a tokenizer has its own way to write one."""
+    def _encode_conversation(
+        self, conversation: list[dict[str, Any]], asked: Any, tools: Any, settings: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """The tokens of a conversation that was read from `asked`."""
+        how: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, **settings}
+        if not renders_by_template(self.tokenizer):  # it has its own way to write one
+            plain = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+            encode = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
+            with self._lock:
+                check_developer(conversation, asked, partial(encode, tokenize=False, **how))
+                return tuple(encode(conversation, **plain, **how)["input_ids"])
+
+        def write(conversation: Any) -> str:
+            return render_conversation(self.tokenizer, conversation, tools, settings, self.template_limits)
+
+        check_developer(conversation, asked, write)
+        text = write(conversation)
+        self._check_length("messages", len(text))
+        self._check_beginning("messages", text)
         with self._lock:
-            encoded = self.tokenizer.apply_chat_template(  # type: ignore[union-attr]
-                conversation,
-                tools=tools,
-                add_generation_prompt=True,
-                return_dict=True,
-                tokenizer_kwargs={"verbose": False},
-                **settings,
-            )
-        return tuple(encoded["input_ids"])
+            return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[misc]
 
     @cached_property
     def _longest_token(self) -> int:
@@ -228,12 +242,10 @@ class TokensPrompt(TypedDict):
 
 #: A text, token ids (a list, or a 1-D array of integers), or either in a dict.
 Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | TextPrompt | TokensPrompt
-Conversation = Sequence[Mapping[str, Any]]
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _BYTES = (bytes, bytearray, memoryview)
 _DICT_REMEDY = "Give {'prompt': text} or {'prompt_token_ids': token ids}."
-_MESSAGES_REMEDY = "Give a list of {'role': ..., 'content': ...}, or for several conversations a list of such lists."
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
@@ -348,34 +360,6 @@ def _is_list(value: Any) -> bool:
 
 def _is_list_of_numbers(value: Any) -> bool:
     return _is_list(value) and len(value) > 0 and all(_is_number(item) for item in value)
-
-
-# -- conversations -----------------------------------------------------------------------------------------------------
-
-
-def split_conversations(messages: Any) -> tuple[list[Any], bool]:
-    """The conversations one by one, and whether it is a single one that stands in no list. None of them is checked yet.
-
-    Raises:
-        InvalidPromptError: It is neither a conversation nor a list of conversations.
-    """
-    several = _is_list(messages) and any(_is_list(item) for item in messages)
-    if several and not all(_is_list(item) for item in messages):
-        raise InvalidPromptError("messages", messages, "messages and conversations in one list", _MESSAGES_REMEDY)
-    return (list(messages), False) if several else ([messages], True)
-
-
-def read_conversation(messages: Any) -> list[Mapping[str, Any]]:
-    """The messages of one conversation.
-
-    Raises:
-        InvalidPromptError: It is no list of messages, or there are none.
-    """
-    if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
-        raise InvalidPromptError("messages", messages, "not a list of messages", _MESSAGES_REMEDY)
-    if not messages:
-        raise InvalidPromptError("messages", messages, "it is empty", _MESSAGES_REMEDY)
-    return list(messages)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

@@ -376,7 +376,7 @@ def test_langchain(server: Server, llm: LLM) -> None:
         ({"prompt": [1_000_000]}, "prompt"),
         ({"prompt": {"text": "x"}}, "prompt"),
         ({"prompt": [1] * 5000}, "prompt"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -2}, "seed"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 3}, "best_of"),

@@ -50,6 +50,7 @@ AllowOrigin = Annotated[
 Port = Annotated[int, typer.Option(help="0 takes a free one, and 65535 is the highest.")]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
 Template = Annotated[Path | None, typer.Option(help="A file with a chat template, in place of the model's.")]
+ToolParser = Annotated[str | None, typer.Option(help="How the model writes calls of tools; its chat template tells.")]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -132,6 +133,7 @@ _LIMITS = (
     "body_seconds",
     "template_seconds",
     "template_mib",
+    "tool_parser",
 )
 
 
@@ -152,6 +154,7 @@ def serve(
     allow_origin: AllowOrigin = None,
     served_model_name: Name = None,
     chat_template: Template = None,
+    tool_parser: ToolParser = None,
     api_key_file: KeyFile = None,
     record: Record = None,
     dtype: options.DType = "auto",

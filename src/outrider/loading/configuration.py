@@ -65,6 +65,7 @@ def read_hf_config(config: ModelConfig, source: dict[str, Any]) -> Any:
     check_files(config.model)
     found = attempt(config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source)
     check_decoder(config.model, found)
+    _check_writes_text(config.model, found)
     _check_depth(config.model, found)
     check_rounding(config, found)
     layout = layout_of(config.model, found)  # refuses what is not loaded here
@@ -120,6 +121,18 @@ def check_decoder(name: str, hf_config: Any) -> None:
         raise UnsupportedModelError(
             name, problem, "Use a causal decoder, or a model like T5 or BART that reads and writes text."
         )
+
+
+def _check_writes_text(name: str, hf_config: Any) -> None:
+    """Raise UnsupportedModelError for a checkpoint of a type of which transformers makes no causal language model."""
+    if hf_modules.has_encoder(hf_config) or hf_modules.is_causal(hf_config):
+        return
+    kind = getattr(hf_config, "model_type", type(hf_config).__name__)
+    if any(hasattr(hf_config, f"{sense}_config") for sense in ("vision", "audio")) and hasattr(hf_config, "text_config"):
+        problem = f"it is a multimodal model of type {kind!r}, and of these only some are loaded here, for text alone"
+        raise UnsupportedModelError(name, problem, "Give its language model in a folder of its own, or Gemma 3.")
+    problem = f"it is of type {kind!r}, which is no causal language model"
+    raise UnsupportedModelError(name, problem, "Use a causal language model, like one that is called ...ForCausalLM.")
 
 
 def check_rounding(config: ModelConfig, hf_config: Any) -> None:

@@ -51,7 +51,7 @@ def renders_by_template(tokenizer: Any) -> bool:
 def render_conversation(
     tokenizer: Any, conversation: Any, tools: Any, settings: Mapping[str, Any], limits: TemplateLimits
 ) -> str:
-    """A conversation as the template of a tokenizer writes it. Raises TemplateError, or ValueError for no template."""
+    """A conversation as the template of a tokenizer writes it. Raises what `render` does, or ValueError without a template."""
     from outrider.loading.file_limits import VARIABLE, file_limits  # not where this file is a program
 
     template, most = tokenizer.get_chat_template(None, tools), file_limits()["template_bytes"]
@@ -72,6 +72,7 @@ def render(template: str, messages: Sequence[Any], tools: Any, settings: Mapping
 
     Raises:
         TemplateError: The template refuses it, or goes beyond the limits.
+        TypeError: The template takes a value for one of another type, as one that joins arguments with text.
     """
     asked = {
         "template": template,
@@ -86,7 +87,7 @@ def render(template: str, messages: Sequence[Any], tools: Any, settings: Mapping
         answer = renderer.ask(line, limits)
     if "text" in answer:
         return str(answer["text"])
-    raise TemplateError(answer["problem"])
+    raise TypeError(answer["problem"]) if answer.get("joins") else TemplateError(answer["problem"])
 
 
 def _described(tool: Any) -> Any:
@@ -240,6 +241,8 @@ def _rendered(asked: dict[str, Any], render_jinja_template: Any) -> dict[str, An
         return {"problem": f"it takes more than {asked['mebibytes']} MiB of memory. {allows}", "ends": True}
     except RecursionError:
         return {"problem": "it calls itself too often"}
+    except TypeError as error:
+        return {"problem": str(error), "joins": True}
     except Exception as error:
         return {"problem": str(error)}
 

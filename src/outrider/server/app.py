@@ -25,7 +25,7 @@ from outrider.async_llm import AsyncStream
 from outrider.config import nearest
 from outrider.errors import InvalidParameterError, OutriderError
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
-from outrider.server.chat import check_template, conversation, form_of
+from outrider.server.chat import check_template, conversation, ignored_fields
 from outrider.server.errors import ApiError, api_error, log
 from outrider.server.lifecycle import Call, request_id
 from outrider.server.metrics import MEDIA_TYPE
@@ -204,20 +204,21 @@ def _routes_like(request: Request) -> str:
 async def completions(service: Service, call: Call) -> Response:
     """/v1/completions"""
     asked = await service.read(CompletionRequest, call)
-    return await _write(service, call, asked, lambda job: CompletionAnswer(job, service.settings.model_name))
+    name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
+    return await _write(service, call, asked, lambda job: CompletionAnswer(job, name, tokenizer))
 
 
 async def chat_completions(service: Service, call: Call) -> Response:
     """/v1/chat/completions"""
     asked = await service.read(ChatRequest, call)
-    form = form_of(asked, service.engine.llm.prompts)
-    return await _write(service, call, asked, lambda job: ChatAnswer(job, service.settings.model_name, form))
+    name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
+    return await _write(service, call, asked, lambda job: ChatAnswer(job, name, tokenizer))
 
 
 async def _write(service: Service, call: Call, asked: CommonRequest, make: Callable[[Job], Answer]) -> Response:
     service.check_model(asked.model)
     _check_streaming(asked)
-    ignored = _told_ignored(call, asked)
+    ignored = _told_ignored(call, ignored_fields(asked, service.engine.llm.prompts))
     async with AsyncExitStack() as stack:
         meter = service.meter(call.tenant)
         meter.check_tokens()
@@ -267,12 +268,12 @@ def _size(service: Service, asked: CommonRequest) -> int:
         raise api_error(error, field_names(asked)) from error
 
 
-def _told_ignored(call: Call, asked: CommonRequest) -> dict[str, str]:
+def _told_ignored(call: Call, ignored: tuple[str, ...]) -> dict[str, str]:
     """The header that tells which fields of a request were passed over; the log has them as a warning."""
-    if not asked.ignored:
+    if not ignored:
         return {}
-    log("fields of a request were ignored", {"request_id": call.id, "fields": list(asked.ignored)}, logging.WARNING)
-    return {"x-ignored-fields": ", ".join(asked.ignored)}
+    log("fields of a request were ignored", {"request_id": call.id, "fields": list(ignored)}, logging.WARNING)
+    return {"x-ignored-fields": ", ".join(ignored)}
 
 
 def _check_streaming(asked: CommonRequest) -> None:

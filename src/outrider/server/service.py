@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from outrider.async_llm import AsyncLLM, AsyncStream
 from outrider.engine.engine import Engine
 from outrider.engine.thread import Health
-from outrider.errors import InvalidParameterError
+from outrider.errors import InvalidParameterError, UnsupportedParameterError
 from outrider.loading.templates import TemplateLimits
 from outrider.params import RequestOutput
 from outrider.propose.settings import SpeculationConfig
@@ -209,7 +209,7 @@ class Service:
     async def _refusal(self, job: Job, error: Exception) -> ApiError:
         """The answer to an error, in the words of the request."""
         asked, grammars = job.asked, self.engine.llm.engine.grammars
-        if not isinstance(error, InvalidParameterError) or error.field != "structured_outputs":
+        if not isinstance(error, InvalidParameterError | UnsupportedParameterError) or error.field != "structured_outputs":
             return api_error(error, field_names(asked))
         if isinstance(asked, ChatRequest) and forces_calls(asked):
             error = await self.engine.prepared(job.namespace, partial(blamed_tool, asked, error, grammars.start))

@@ -178,8 +178,55 @@ def _source(written: Written, library: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _from_schema(schema: str, library: Any) -> str:
-    read = json.loads(schema)
+    written = json.loads(schema)
+    read = followed(written)
     own = read.get("x-guidance") if isinstance(read, dict) else None
     defaults = None if own else {"whitespace_pattern": _WHITESPACE}
-    grammar: str = library.LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
+    text = schema if read == written else json.dumps(read)
+    grammar: str = library.LLMatcher.grammar_from_json_schema(text, defaults=defaults)
     return grammar
+
+
+#: Formats that texts are held to. All others only annotate, as JSON Schema has it: `path`, `password`, `binary`.
+FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+#: Keywords that the library does not know, with values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "not": (False,),
+}
+#: Keywords whose value is a schema for each name in it, and those whose value is no schema, whatever it looks like.
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"enum", "const", "default", "examples", "required", "x-guidance"})
+
+
+def followed(schema: Any) -> Any:
+    """What a schema asks of a text: without what only annotates, and without keywords that ask for nothing. One that is
+    nested too deeply for this is left to the library, which says so."""
+    try:
+        return _followed(schema)
+    except RecursionError:
+        return schema
+
+
+def _followed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_followed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return {} if schema is True else schema
+    found = {}
+    for name, value in schema.items():
+        if name == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
+        if name in _NEUTRAL and any(type(value) is type(each) and value == each for each in _NEUTRAL[name]):
+            continue
+        if name in _BY_NAME and isinstance(value, dict):
+            found[name] = {inner: _followed(each) for inner, each in value.items()}
+        else:
+            found[name] = _followed(value) if isinstance(value, dict | list) and name not in _VALUES else value
+    return found

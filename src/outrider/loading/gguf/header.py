@@ -117,9 +117,11 @@ def read_gguf(model: str) -> GgufFile:
     """
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
-    for path in parts_of(model):
+    paths = parts_of(model)
+    for number, path in enumerate(paths):
         try:
             found, held = _read(path)
+            _check_part(path, found, number, len(paths))
             for name in tensors.keys() & held.keys():
                 raise _MalformedError(f"another file of it holds the tensor {name}, too")
         except (_MalformedError, OSError, UnicodeDecodeError, MemoryError) as error:
@@ -144,6 +146,18 @@ def parts_of(model: str) -> list[Path]:
             raise ModelLoadError(model, problem, "Put all of them into one folder.")
         parts.append(Path(name))
     return parts
+
+
+def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
+    """Refuse a part of a model that does not stand where it says. One file that others were appended to says so, too."""
+    says = metadata.get("split.no", number), metadata.get("split.count", count)
+    if not all(isinstance(each, int) for each in says) or says[1] <= 1 or says == (number, count):
+        return
+    problem = f"it says that it is part {says[0] + 1} of {says[1]} of a model, and "
+    problem += f"its name that it is part {number + 1} of {count}" if count > 1 else "its name tells nothing of the others"
+    name = f"NAME-{says[0] + 1:05d}-of-{says[1]:05d}.gguf"
+    remedy = f"Call it {name}, beside the other parts, and give any of them; or join them with llama-gguf-split --merge."
+    raise ModelLoadError(str(path), problem, remedy)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
