@@ -51,7 +51,7 @@ def renders_by_template(tokenizer: Any) -> bool:
 def render_conversation(
     tokenizer: Any, conversation: Any, tools: Any, settings: Mapping[str, Any], limits: TemplateLimits
 ) -> str:
-    """A conversation as the template of a tokenizer writes it. Raises what `render` does, or ValueError without a template."""
+    """A conversation as a tokenizer's template writes it. Raises what `render` does, or ValueError without a template."""
     from outrider.loading.file_limits import VARIABLE, file_limits  # not where this file is a program
 
     template, most = tokenizer.get_chat_template(None, tools), file_limits()["template_bytes"]
