@@ -32,6 +32,7 @@ CORPUS = [
     "",
     " ",
 ]
+NUMBERS = [" 12 and  3.50", "1,000,000 \u0661\u0662 \u00b2\u2462", "a1b22c333"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
 
@@ -45,6 +46,10 @@ def byte_level(splitting: Any) -> tuple[list[str], list[str]]:
     vocab = tokenizer.get_vocab()
     merges = [f"{a} {b}" for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
     return sorted(vocab, key=lambda token: vocab[token]), merges
+
+
+def pairs(merges: list[str]) -> list[tuple[str, str]]:
+    return [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
 
 
 def vocabulary(pre: str, tokens: list[str], merges: list[str]) -> Any:
@@ -83,7 +88,7 @@ def test_byte_level_ids_are_those_of_transformers(tmp_path: Path, pre: str) -> N
     ours = read(metadata_only(tmp_path / "v.gguf", vocabulary(pre, tokens, merges)))
     vocab = {token: number for number, token in enumerate([*tokens, *SPECIAL, "<think>"])}
     theirs = (Qwen2Tokenizer if pre == "qwen2" else GPT2Tokenizer)(
-        vocab=vocab, merges=[tuple(merge.split(" ")) for merge in merges], eos_token="<|im_end|>", unk_token=None
+        vocab=vocab, merges=pairs(merges), eos_token="<|im_end|>", unk_token=None
     )
     theirs.add_special_tokens({"additional_special_tokens": SPECIAL})
     theirs.add_tokens(["<think>"])
@@ -104,6 +109,35 @@ def test_llama_3_keeps_pieces_that_are_tokens(tmp_path: Path) -> None:
     assert [read(path).decode([i]) for i in read(path).encode("12345")][:1] != ["12345"], "numbers are cut by three"
     other = metadata_only(tmp_path / "o.gguf", vocabulary("qwen2", tokens, merges))
     assert len(read(other).encode("xyzzy")) > 1
+
+
+def test_smollm_cuts_every_digit_before_words(tmp_path: Path) -> None:
+    """Its own tokenizer has this pre-tokenizer: a space stays by itself before a digit."""
+    splitting = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
+    tokens, merges = byte_level(splitting)
+    theirs = Tokenizer(models.BPE(vocab=dict(zip(tokens, range(len(tokens)), strict=True)), merges=pairs(merges)))
+    theirs.pre_tokenizer = splitting
+    ours = read(metadata_only(tmp_path / "v.gguf", vocabulary("smollm", tokens, merges)))
+    for text in [*CORPUS, *NUMBERS]:
+        if "<|" not in text and "<think>" not in text:
+            assert ours.encode(text) == theirs.encode(text).ids, text
+    assert "12" not in [ours.decode([number]) for number in ours.encode("12")]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("It's 12345 + 678=?", ["It", "'", "s", "\u0120", "123", "45", "\u0120", "+", "\u0120", "678", "=?"]),
+        ("a  b\n\n c$`d ^~|", ["a", "\u0120", "\u0120b", "\u010a\u010a", "\u0120c", "$", "`", "d", "\u0120", "^~|"]),
+        ("x 1234567", ["x", "\u0120", "123", "456", "7"]),
+    ],
+)
+def test_default_cuts_signs_before_words_and_digits_by_three(tmp_path: Path, text: str, pieces: list[str]) -> None:
+    """The pieces are those of llama.cpp, whose four expressions cut one after another. No tokenizer of transformers has
+    them."""
+    tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    ours = read(metadata_only(tmp_path / "v.gguf", vocabulary("default", tokens, merges)))
+    assert [piece for piece, _ in ours.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
 
 
 def sentence_piece(tokens: list[str], begins: bool | None) -> Any:

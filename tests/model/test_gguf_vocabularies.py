@@ -38,10 +38,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 def byte_level_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """One whose pre-tokenizer has this name."""
     splitting = SPLITTINGS[name]
-    steps: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if splitting.pattern is not None:
-        split = pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated")
-        steps = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
+    steps = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokens, merges = byte_level(steps)
     pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
     vocab = {token: number for number, token in enumerate(tokens)}
@@ -111,6 +109,8 @@ CASES: dict[str, tuple[str, Any]] = {
     "gpt-4o": ("gpt_oss", lambda: byte_level_tokenizer("gpt-4o")),
     "tekken": ("ministral3", lambda: byte_level_tokenizer("tekken")),
     "gpt-2": ("llama", lambda: byte_level_tokenizer("gpt-2")),
+    "smollm": ("llama", lambda: byte_level_tokenizer("smollm")),
+    "default": ("llama", lambda: byte_level_tokenizer("default")),
     "llama": ("llama", lambda: piece_tokenizer(gemma=False)),
     "gemma": ("gemma2", lambda: piece_tokenizer(gemma=True)),
 }

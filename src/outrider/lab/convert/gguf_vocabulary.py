@@ -13,7 +13,7 @@ from typing import Any
 from outrider.config import ModelConfig
 from outrider.errors import UnsupportedModelError
 from outrider.loading.exclusive import attempt
-from outrider.loading.gguf.tokenizer import SPACE, SPLITTINGS, Splitting
+from outrider.loading.gguf.tokenizer import DIGIT, GPT_2, SPACE, SPLITTINGS, Splitting
 from outrider.loading.tokenizers import checkpoint_tokenizer
 
 #: Writes the vocabulary of a model with so many tokens.
@@ -79,16 +79,32 @@ def _pre_tokenizer(checkpoint: str, state: dict[str, Any]) -> str:
     """The name of a byte-level pre-tokenizer."""
     steps = state["pre_tokenizer"] or {}
     parts = steps.get("pretokenizers", [steps])
-    pattern = next((part["pattern"].get("Regex") for part in parts if part.get("type") == "Split"), None)
-    if parts[-1].get("type") == "ByteLevel" and not parts[-1]["add_prefix_space"] and len(parts) <= 2:
+    patterns = tuple(pattern for pattern in map(_pattern, parts) if pattern is not None)
+    if parts[-1].get("type") == "ByteLevel" and not parts[-1]["add_prefix_space"]:
         composes = (state["normalizer"] or {}).get("type") == "NFC"
-        found = Splitting(pattern, composes=composes, whole_pieces=bool(state["model"].get("ignore_merges")))
+        found = Splitting(patterns, composes=composes, whole_pieces=bool(state["model"].get("ignore_merges")))
         for name, known in SPLITTINGS.items():
             if known == found:
                 return name
-    shown = pattern or parts[-1].get("type")
+    shown = ", ".join(patterns) or parts[-1].get("type")
     problem = f"its pre-tokenizer ({shown}) has no name in GGUF files; {', '.join(SPLITTINGS)} are known"
     raise UnsupportedModelError(checkpoint, problem, _REMEDY)
+
+
+def _pattern(part: dict[str, Any]) -> str | None:
+    """The regular expression by which a part of a pre-tokenizer cuts text; None for what only turns bytes into letters.
+    A part that cuts in another way is given by its name, which is no expression that is known."""
+    kind = part.get("type")
+    if kind == "Split":
+        (pattern,) = part["pattern"].values()
+        # "Removed" and inverted keeps the pieces, and drops what is none: nothing, where an expression takes spaces, too.
+        keeps = part["behavior"] == "Isolated" or (part["behavior"] == "Removed" and part["invert"] and r"|\s+" in pattern)
+        return str(pattern) if keeps else f"{part['behavior']} {pattern}"
+    if kind == "Digits" and part["individual_digits"]:
+        return DIGIT
+    if kind == "ByteLevel":
+        return GPT_2 if part["use_regex"] else None
+    return str(kind)
 
 
 def _tokens(state: dict[str, Any], size: int) -> list[str]:

@@ -26,12 +26,12 @@ class Splitting:
     """How text is cut before merges.
 
     Attributes:
-        pattern: The regular expression of pieces; None for that of GPT-2.
+        patterns: The regular expressions of pieces. Each one cuts what the ones before it have left.
         composes: Whether text is brought into the composed form of Unicode (NFC).
         whole_pieces: Whether a piece that is a token is one, whatever its merges would give.
     """
 
-    pattern: str | None
+    patterns: tuple[str, ...]
     composes: bool = False
     whole_pieces: bool = False
 
@@ -39,20 +39,27 @@ class Splitting:
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA_3 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", whole_pieces=True)
-_QWEN_2 = Splitting(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", composes=True)
+_LLAMA_3 = Splitting((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), whole_pieces=True)
+_QWEN_2 = Splitting((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), composes=True)
+#: That of GPT-2, which byte-level pre-tokenizers have of their own.
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+#: Every digit is a piece.
+DIGIT = r"\p{N}"
+_SIGNS = r"[\p{P}$+<=>^~|]+"
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _OF_CAPITALS = (rf"{_BEFORE}{_UPPER}*{_LOWER}+", rf"{_BEFORE}{_UPPER}+{_LOWER}*")
 _LINES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT_4O = Splitting(
-    "|".join([*(f"{word}{_CONTRACTIONS}?" for word in _OF_CAPITALS), rf"\p{{N}}{{1,3}}|{_LINES}"]), whole_pieces=True
+    ("|".join([*(f"{word}{_CONTRACTIONS}?" for word in _OF_CAPITALS), rf"\p{{N}}{{1,3}}|{_LINES}"]),), whole_pieces=True
 )
-_TEKKEN = Splitting("|".join([*_OF_CAPITALS, rf"\p{{N}}|{_LINES}"]), whole_pieces=True)
+_TEKKEN = Splitting(("|".join([*_OF_CAPITALS, rf"\p{{N}}|{_LINES}"]),), whole_pieces=True)
 #: The pre-tokenizers of byte-level BPE by their names in files.
 SPLITTINGS = {
     "gpt-4o": _GPT_4O,
-    "gpt-2": Splitting(None),
+    "gpt-2": Splitting((GPT_2,)),
+    "smollm": Splitting((DIGIT, GPT_2)),
+    "default": Splitting((_SIGNS, GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
     "llama-bpe": _LLAMA_3,
@@ -234,15 +241,9 @@ def _byte_level(vocabulary: _Vocabulary) -> Any:
     tokenizer = Tokenizer(model)
     if splitting.composes:
         tokenizer.normalizer = normalizers.NFC()
-    if splitting.pattern is None:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
