@@ -15,13 +15,14 @@ from weakref import WeakKeyDictionary
 
 from outrider.building import CallOptions
 from outrider.config import unknown_setting
+from outrider.conversations import Conversation
 from outrider.engine.sequence import Request
 from outrider.engine.tenants import Tenant, Turns
 from outrider.engine.thread import Mailbox, RequestUpdate
 from outrider.errors import ClosedError
 from outrider.llm import LLM
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
-from outrider.prompts import Conversation, Prompt
+from outrider.prompts import Prompt
 from outrider.structured.trials import Trials
 
 T = TypeVar("T")

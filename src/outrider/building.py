@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
-from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 from weakref import WeakSet
 
@@ -160,7 +161,10 @@ def read_profile(path: str | PathLike[str]) -> tuple[Profile, SpeculationConfig]
 
 def _content(name: str) -> dict[str, Any]:
     try:
-        content = json.loads(Path(name).read_text("utf-8"))
+        with open(name, encoding="utf-8", opener=_open_at_once) as file:
+            if not S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError("it is no regular file, and might have no end")
+            content = json.load(file)
     except OSError as error:
         problem = f"it cannot be read ({error.strerror or error})"
         raise InvalidParameterError("profile", name, problem, "Give a file that outrider tune wrote.") from None
@@ -169,6 +173,11 @@ def _content(name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidParameterError("profile", name, "it is JSON, but no profile", _AGAIN)
     return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open what may be a pipe, for which others would wait until somebody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _parsed(name: str, content: dict[str, Any]) -> Profile:
@@ -483,6 +492,7 @@ class TextOptions(TypedDict, total=False):
         priority: Among the requests of one namespace that wait, lower numbers go first. The usual number is 0.
         decoder_prompt: A text that the decoder goes on from, or token ids from its start token on, where an encoder reads
             the prompt.
+        shown_tokens: Ids of special tokens that stand in the text, as others do not.
     """
 
     namespace: str | None
@@ -490,6 +500,7 @@ class TextOptions(TypedDict, total=False):
     prediction: str | Sequence[int] | None
     priority: int
     decoder_prompt: str | Sequence[int] | None
+    shown_tokens: Collection[int]
 
 
 class CallOptions(TextOptions, total=False):

@@ -222,6 +222,7 @@ class RequestOptions:
         streaming: Whether pieces of the text are kept for a stream.
         decoder_prompt: Token ids that the decoder begins with, where an encoder reads the prompt, from its start token on;
             empty for those that the model always begins with.
+        shown_tokens: Special tokens that stand in the text, as others do not.
     """
 
     namespace: str | None = None
@@ -230,6 +231,7 @@ class RequestOptions:
     trace: bool = False
     streaming: bool = False
     decoder_prompt: tuple[int, ...] = ()
+    shown_tokens: frozenset[int] = frozenset()
 
 
 NO_OPTIONS = RequestOptions()

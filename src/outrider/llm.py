@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -35,22 +35,21 @@ from outrider.config import (
     default_model,
     shown_name,
 )
+from outrider.conversations import Conversation, split_conversations
 from outrider.engine.drafting.proposers import ProposerSet
 from outrider.engine.engine import Engine
 from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
 from outrider.engine.thread import EngineThread, Health, Inbox, Mailbox, stream_pieces, write_all
-from outrider.errors import ClosedError, InvalidParameterError, OutriderError
+from outrider.errors import ClosedError, InputError, InvalidParameterError, InvalidPromptError, OutriderError
 from outrider.loading.sources import check_sources
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.prompts import (
-    Conversation,
     Prompt,
     check_namespace,
     dtype_name,
     refuse_keywords,
     refuse_settings,
-    split_conversations,
     split_prompts,
     spread,
 )
@@ -295,7 +294,8 @@ class LLM:
             others finish; a single prompt raises instead.
 
         Raises:
-            OutriderError: The only prompt failed, or `params` or `speculation` do not fit the prompts.
+            OutriderError: The only prompt failed, or `params` or `speculation`, given once for all prompts or in the wrong
+                number, cannot be used. Then nothing was written.
             ClosedError: The LLM is closed.
         """
         refuse_keywords(self.generate, unknown)
@@ -334,19 +334,24 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         speculation: Speculation | Sequence[Speculation | None] | None = None,
         namespace: str | None = None,
         trace: bool = False,
+        on_finished: Callable[[RequestOutput], None] | None = None,
         **unknown: Never,
     ) -> list[RequestOutput]:
         """Complete a conversation, or each of a list of conversations, through the tokenizer's own chat template.
 
         Args:
-            messages: A list of {"role": ..., "content": ...}, or a list of such lists.
+            messages: A list of {"role": ..., "content": ...}, or a list of such lists, in OpenAI's form.
             params: As in generate.
+            tools: Functions that the model may call, in OpenAI's form, for a template that knows tools. The output is the
+                text with the calls in it.
             speculation: As in generate.
             namespace: As in generate.
             trace: As in generate.
+            on_finished: As in generate.
 
         Returns:
             One output for each conversation. In a list, a conversation that cannot be served has `error` set and the
@@ -364,17 +369,17 @@ class LLM:
         return self._complete(
             items,
             single,
-            self.prompts.encode_conversation,
+            partial(self.prompts.encode_conversation, tools=tools),
             params,
             speculation,
             self._options(namespace=namespace, trace=trace),
-            None,
+            on_finished,
         )
 
-    def chat_prompt(self, messages: Conversation) -> list[int]:
+    def chat_prompt(self, messages: Conversation, *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Token ids of one conversation, with the turn handed to the model; raises as chat() does."""
         self._thread.check()
-        return list(self.prompts.encode_conversation(messages)[1])
+        return list(self.prompts.encode_conversation(messages, tools=tools)[1])
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt, as generate() sees them; raises InvalidPromptError."""
@@ -438,7 +443,11 @@ class LLM:
         options: RequestOptions,
         on_finished: Callable[[RequestOutput], None] | None,
     ) -> list[RequestOutput]:
-        """Generate from `items`, each of which `encode` turns into its text, if it has one, and its token ids."""
+        """Generate from `items`, each of which `encode` turns into its text, if it has one, and its token ids. A mistake in
+        settings that are for all of them is raised before anything is written; others stay with their item."""
+        for_all = not isinstance(params, list | tuple) and not isinstance(speculation, list | tuple)
+        if speculation is not None and not isinstance(speculation, list | tuple):
+            speculation = self.resolve(cast(Speculation, speculation))
         settings = (spread(params, len(items), "params"), spread(speculation, len(items), "speculation"))
         outputs: dict[int, RequestOutput] = {}
         pending: dict[int, Request] = {}
@@ -452,7 +461,11 @@ class LLM:
             try:
                 pending[place] = self._prepare(*encode(item), sampling, config, options)
             except OutriderError as error:
+                if for_all and isinstance(error, InputError) and not isinstance(error, InvalidPromptError):
+                    raise
                 settle(place, RequestOutput(-1, item if isinstance(item, str) else None, (), (), error))
+        if pending and isinstance(speculation, SpeculationConfig):
+            self.load_method(speculation)
         write_all(self._thread, pending, settle)
         if single and outputs[0].error is not None:
             raise cast(OutriderError, outputs.pop(0).error)
@@ -484,13 +497,14 @@ class LLM:
         priority: int = 0,
         streaming: bool = False,
         decoder_prompt: str | Sequence[int] | None = None,
+        shown_tokens: Collection[int] = (),
     ) -> RequestOptions:
         check_namespace(namespace)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise InvalidParameterError("priority", priority, "no whole number", "Use 0, or less to go first.")
         predicted = self.prompts.encode_prediction(prediction)
         begun = self.prompts.encode_decoder_prompt(decoder_prompt, self._thread.engine.runner.loaded.text_start or ())
-        return RequestOptions(namespace, predicted, priority, trace, streaming, begun)
+        return RequestOptions(namespace, predicted, priority, trace, streaming, begun, frozenset(shown_tokens))
 
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""

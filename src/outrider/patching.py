@@ -13,7 +13,8 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as stock
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.modeling_outputs import BaseModelOutput
 
 from outrider.engine.admission import rule_against_seeds
 from outrider.errors import InvalidParameterError, InvalidPromptError, UnsupportedParameterError
@@ -35,7 +36,7 @@ def patch(model: M, **settings: Any) -> M:
     them without a copy, and then the model can do nothing else. `model.generate.llm` is the engine, with its statistics.
 
     Args:
-        model: A causal language model of transformers.
+        model: A language model of transformers that generates text, with or without an encoder.
         settings: What LLM takes beside the model, such as draft_model, speculation or kv_cache_tokens.
 
     Returns:
@@ -86,14 +87,16 @@ class SpeculativeGenerate:
     def __init__(self, stock: Any, llm: LLM) -> None:
         self.llm = llm
         self._stock = stock
+        self._text_start = llm.engine.runner.loaded.text_start
         update_wrapper(self, stock)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As GenerationMixin.generate of transformers.
 
         Returns:
-            Token ids [rows, columns], prompts included, padded on the right behind texts that ended early; or a
-            GenerateDecoderOnlyOutput with these `sequences`, where return_dict_in_generate asks for one.
+            Token ids [rows, columns], padded on the right behind texts that ended early; or transformers' output with these
+            `sequences`, where return_dict_in_generate asks for one. Prompts are included, but for those that an encoder
+            reads; then texts begin with the decoder's start token.
 
         Raises:
             InputError: An argument is not served, or out of range.
@@ -101,8 +104,11 @@ class SpeculativeGenerate:
         """
         given = signature(self._stock).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
-        check_arguments(given, self._stock.__self__.generation_config)
+        model = self._stock.__self__
+        check_arguments(given, model.generation_config, model.config)
         given.pop("custom_generate", None)
+        if self._text_start is not None:
+            given["encoder_outputs"] = in_place_of_states(given)
         return self._stock(**given, custom_generate=partial(self._write, streamer=given.get("streamer")))
 
     def _write(
@@ -117,28 +123,57 @@ class SpeculativeGenerate:
     ) -> Any:
         """The texts behind prompts, which transformers has repeated; of what else it has prepared, the mask is of use."""
         check_prepared(generation_config, stopping_criteria)
-        rows, columns = split_rows(input_ids, prepared.get("attention_mask")), input_ids.shape[1]
+        mask, forced = prepared.get("attention_mask"), self._forced(input_ids, generation_config)
+        if self._text_start is None:
+            rows = split_rows(input_ids, mask)
+        else:
+            rows = [(input_ids[0, :0], source) for source in sources(prepared["encoder_outputs"], mask)]
         seeded = rule_against_seeds(self.llm.speculation) is None
+        columns, longest = input_ids.shape[1] + len(forced), generation_config.max_length
+        columns = min(columns, longest - 1)  # where a forced token fills the text, what is written behind it is cut off
         params = [params_of(generation_config, columns, logits_processor, padding, seeded=seeded) for padding, _ in rows]
         prompts = [prompt for _, prompt in rows]
         if streamer is None:
             texts = [output.first for output in self.llm.generate(prompts, params)]
         else:
-            texts = [self._stream(prompts, params, streamer)]
+            texts = [self._stream(prompts, params, streamer, forced)]
         for text, asked in zip(texts, params, strict=True):
             if text.finish_reason == "length" and len(text.token_ids) < asked.max_tokens:
                 problem = f"the context has no room for more than {len(text.token_ids)}"
                 raise InvalidParameterError("max_new_tokens", asked.max_tokens, problem, "Ask for fewer tokens.")
         padding = getattr(generation_config, "_pad_token_tensor", None)
-        sequences = _padded(input_ids, [text.token_ids for text in texts], 0 if padding is None else int(padding))
-        return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+        behind = [(*forced, *text.token_ids)[: longest - input_ids.shape[1]] for text in texts]
+        sequences = _padded(input_ids, behind, 0 if padding is None else int(padding))
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        kind = GenerateDecoderOnlyOutput if self._text_start is None else GenerateEncoderDecoderOutput
+        return kind(sequences=sequences)
 
-    def _stream(self, prompts: list[list[int]], params: list[SamplingParams], streamer: Any) -> Any:
+    def _forced(self, input_ids: torch.Tensor, config: GenerationConfig) -> tuple[int, ...]:
+        """The tokens that the engine puts behind the decoder's start token, since the checkpoint forces them.
+
+        Raises:
+            UnsupportedParameterError: The call begins its texts in another way than the checkpoint.
+        """
+        start, *forced = self._text_start or (None,)
+        if start is not None and (input_ids != start).any():
+            found = sorted(set(input_ids[:, 0].tolist()))
+            raise UnsupportedParameterError("decoder_start_token_id", found, _starts(start), _SET_BEFORE)
+        asked = config.forced_bos_token_id
+        if forced and asked != forced[0]:
+            raise UnsupportedParameterError("forced_bos_token_id", asked, _starts(*forced), _SET_BEFORE)
+        return tuple(forced)
+
+    def _stream(
+        self, prompts: list[list[int]], params: list[SamplingParams], streamer: Any, forced: tuple[int, ...]
+    ) -> Any:
         """One text, with every token told to the streamer as it is written."""
         if len(prompts) != 1:
             remedy = "Give one prompt, and num_return_sequences=1."
             raise UnsupportedParameterError("streamer", type(streamer).__name__, "there are several texts", remedy)
         output = None
+        for token in forced:
+            streamer.put(torch.tensor([token]))
         for piece in self.llm.stream(prompts[0], params[0]):
             for token in piece.token_ids:
                 streamer.put(torch.tensor([token]))
@@ -208,16 +243,20 @@ _CONFIG: dict[str, tuple[tuple[object, ...], str]] = {
     "typical_p": ((None, 1.0), _BEHIND),
     "watermarking_config": ((None,), _BEHIND),
 }
+#: Models in which types of tokens tell pictures from text.
+_TYPES_ARE_PICTURES = ("gemma", "paligemma")
+_SET_BEFORE = "Set it in model.generation_config, and patch the model then."
 #: What generate takes beside settings.
 _INPUTS = {"input_ids", "attention_mask", "tokenizer", "trust_remote_code", "use_model_defaults"}
 
 
-def check_arguments(given: Mapping[str, Any], own_config: GenerationConfig) -> None:
+def check_arguments(given: Mapping[str, Any], own_config: GenerationConfig, model_config: Any) -> None:
     """Refuse what a call asks for and is not served, before transformers prepares anything.
 
     Args:
         given: The call's arguments by name.
         own_config: The model's, which holds where the call says nothing.
+        model_config: The model's own, which says what types of tokens mean.
 
     Raises:
         UnsupportedParameterError: An argument or a setting is not served.
@@ -232,12 +271,57 @@ def check_arguments(given: Mapping[str, Any], own_config: GenerationConfig) -> N
             raise UnsupportedParameterError(name, settings[name], reason, _LEAVE)
     others = {"inputs", "generation_config", "logits_processor", "stopping_criteria", "streamer", *_ARGUMENTS, *_INPUTS}
     for name in sorted(given.keys() - known.keys() - others):
-        if given[name] is not None:
+        if given[name] is not None and not _marks_no_picture(name, given[name], model_config):
             raise UnsupportedParameterError(name, given[name], "prompts are token ids with a mask", _LEAVE)
     for processor in given.get("logits_processor") or ():
         if isinstance(processor, _SETTINGS):
             remedy = "Give the setting itself, such as temperature=0.7."
             raise InvalidParameterError("logits_processor", type(processor).__name__, "it is a setting", remedy)
+
+
+def _marks_no_picture(name: str, value: Any, model_config: Any) -> bool:
+    """Whether these are types of tokens that say that all of them are text. GPT-2 and others add an embedding of each type,
+    also of type 0, to the token's."""
+    if name == "token_type_ids" and not str(model_config.model_type).startswith(_TYPES_ARE_PICTURES):
+        return False
+    return name in ("token_type_ids", "mm_token_type_ids") and isinstance(value, torch.Tensor) and not value.any()
+
+
+def in_place_of_states(given: Mapping[str, Any]) -> BaseModelOutput:
+    """The sources of a call, where transformers expects what the encoder makes of them. It repeats them for each text that
+    is asked for, and does not run the encoder, which our engine does.
+
+    Raises:
+        InvalidPromptError: There is none.
+    """
+    source = next((given[name] for name in ("inputs", "input_ids") if given.get(name) is not None), None)
+    if not isinstance(source, torch.Tensor) or source.ndim != 2:
+        remedy = "Give token ids [rows, columns], as a tokenizer with return_tensors='pt' makes them."
+        raise InvalidPromptError("inputs", source, "the encoder reads token ids", remedy)
+    return BaseModelOutput(last_hidden_state=source[..., None])
+
+
+def sources(encoder_outputs: BaseModelOutput, mask: torch.Tensor | None) -> list[list[int]]:
+    """What the encoder reads, row by row, without padding.
+
+    Args:
+        encoder_outputs: Of in_place_of_states, repeated by transformers.
+        mask: [rows, columns] 0 where there is padding; None where there is none.
+
+    Raises:
+        InvalidPromptError: A row is padded elsewhere than on the right, or is nothing but padding.
+    """
+    found = encoder_outputs.last_hidden_state[..., 0]
+    for place, seen in enumerate([] if mask is None else mask.bool()):
+        if not seen[: int(seen.sum())].all() or not seen.any():
+            problem, remedy = "it is not padded on the right", "Use padding_side='right', and prompts of one token or more."
+            raise InvalidPromptError(f"attention_mask[{place}]", seen.int().tolist(), problem, remedy)
+    lengths = [found.shape[1]] * len(found) if mask is None else mask.bool().sum(1).tolist()
+    return [row[:length].tolist() for row, length in zip(found, lengths, strict=True)]
+
+
+def _starts(token: int) -> str:
+    return f"the engine was built for texts that begin with {token}, as the model's generation config said then"
 
 
 def _set(config: GenerationConfig | None) -> dict[str, Any]:

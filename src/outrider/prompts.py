@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property, partial
 from inspect import signature
 from numbers import Integral
 from threading import Lock
@@ -14,13 +14,23 @@ import numpy as np
 import torch
 
 from outrider.config import Frozen, unknown_setting
+from outrider.conversations import (
+    check_developer,
+    read_conversation,
+    read_tools,
+    template_of,
+    with_written_arguments,
+)
 from outrider.errors import InvalidParameterError, InvalidPromptError
+from outrider.loading.templates import TemplateLimits, render_conversation, renders_by_template
 from outrider.params import SamplingParams
 from outrider.propose.settings import FORMERLY, SpeculationConfig
 
 # --- Encodes prompts and conversations to token ids, for several threads at once.
 
 
+#: Characters of a token, of which few texts have more.
+_USUAL_CHARACTERS = 8
 #: The text of a prompt, None where it came as token ids or as a conversation, and its token ids.
 Encoded = tuple[str | None, tuple[int, ...]]
 
@@ -33,11 +43,15 @@ class PromptEncoder:
         tokenizer: Of the target; None where it has none, and then prompts are token ids.
         model: What to call the target in errors; None for the embedded one.
         max_model_len: Tokens of the longest text that the target takes; None for no limit.
+
+    Attributes:
+        template_limits: What it may cost to write a conversation by a chat template.
     """
 
     def __init__(self, tokenizer: Any | None, model: str | None, max_model_len: int | None = None) -> None:
         self.tokenizer = tokenizer
         self._model = model
+        self.template_limits = TemplateLimits()
         self._max_model_len = max_model_len
         self._lock: AbstractContextManager[Any] = Lock()
         if tokenizer is not None and getattr(tokenizer, "is_fast", False):
@@ -58,6 +72,7 @@ class PromptEncoder:
         if not isinstance(content, str):
             return None, content
         self._check_length("prompt", len(content))
+        self._check_beginning("prompt", content)
         with self._lock:
             return content, encode_text(self.tokenizer, content, add_special_tokens=add_special_tokens)
 
@@ -88,6 +103,7 @@ class PromptEncoder:
             except InvalidPromptError as error:
                 raise InvalidPromptError(field, given, error.problem, error.remedy) from None
         self._check_length(field, len(given))
+        self._check_beginning(field, given)
         with self._lock:  # it goes on behind other tokens, so it has none that begins a text
             return encode_text(self.tokenizer, given, field=field, add_special_tokens=False)
 
@@ -95,7 +111,7 @@ class PromptEncoder:
         """A conversation through the tokenizer's chat template, with the turn handed to the model.
 
         Args:
-            messages: The conversation.
+            messages: The conversation, in OpenAI's form.
             tools: Descriptions of functions that the model may call, for templates that know them.
             settings: What else the template knows.
 
@@ -105,22 +121,44 @@ class PromptEncoder:
         """
         self.check_template()
         assert self.tokenizer is not None, "it has a template"
-        conversation = read_conversation(messages)
-        self._check_length("messages", sum(map(_num_characters, conversation)))
+        conversation = read_conversation(messages, template_of(self.tokenizer, tools=bool(tools)))
+        described = read_tools(tools)
+        sizes = {"messages": conversation, "tools": described, "chat_template_kwargs": settings}
+        found = {name: _num_characters(given) for name, given in sizes.items()}
+        self._check_length(max(found, key=lambda name: found[name]), sum(found.values()))
         try:
-            with self._lock:
-                encoded = self.tokenizer.apply_chat_template(
-                    conversation,
-                    tools=tools,
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    tokenizer_kwargs={"verbose": False},
-                    **settings,
-                )
+            try:
+                return None, self._encode_conversation(conversation, messages, described, settings)
+            except TypeError:  # the template joins arguments of calls with text
+                return None, self._encode_conversation(with_written_arguments(conversation), messages, described, settings)
+        except InvalidPromptError:
+            raise
         except Exception as error:
-            problem = f"the chat template refuses them ({error})"
+            whose = "the embedded model" if self._model is None else self._model
+            problem = f"the chat template of {whose} refuses them ({error})"
             raise InvalidPromptError("messages", conversation, problem, "Use role and content in each.") from error
-        return None, tuple(encoded["input_ids"])
+
+    def _encode_conversation(
+        self, conversation: list[dict[str, Any]], asked: Any, tools: Any, settings: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """The tokens of a conversation that was read from `asked`."""
+        how: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, **settings}
+        if not renders_by_template(self.tokenizer):  # it has its own way to write one
+            plain = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+            encode = self.tokenizer.apply_chat_template  # type: ignore[union-attr]
+            with self._lock:
+                check_developer(conversation, asked, partial(encode, tokenize=False, **how))
+                return tuple(encode(conversation, **plain, **how)["input_ids"])
+
+        def write(conversation: Any) -> str:
+            return render_conversation(self.tokenizer, conversation, tools, settings, self.template_limits)
+
+        check_developer(conversation, asked, write)
+        text = write(conversation)
+        self._check_length("messages", len(text))
+        self._check_beginning("messages", text)
+        with self._lock:
+            return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[misc]
 
     @cached_property
     def _longest_token(self) -> int:
@@ -140,6 +178,25 @@ class PromptEncoder:
             f"Shorten it to {length * self._longest_token:,} characters or fewer.",
         )
 
+    def _check_beginning(self, field: str, text: str) -> None:
+        """Raise InvalidPromptError where the beginning of a long text has more tokens already than the context.
+
+        What follows may change the last few tokens of a beginning, and no more of them than the longest token has
+        characters.
+        """
+        length = self._max_model_len
+        if length is None or self.tokenizer is None:
+            return
+        size = _USUAL_CHARACTERS * length
+        while 2 * size < len(text):
+            found = 0
+            with self._lock, suppress(InvalidPromptError):  # whoever encodes the whole text says what is wrong with it
+                found = len(encode_text(self.tokenizer, text[:size]))
+            if found > length + self._longest_token:
+                problem = f"no room in the context of {length:,} tokens, which its first {size:,} characters fill"
+                raise InvalidPromptError(field, f"{len(text):,} characters", problem, "Shorten it.")
+            size *= 4
+
     def check_template(self) -> None:
         """Raise InvalidParameterError where conversations cannot be written as prompts."""
         if getattr(self.tokenizer, "chat_template", None) is not None:
@@ -152,9 +209,20 @@ class PromptEncoder:
         )
 
 
-def _num_characters(message: Any) -> int:
-    content = message.get("content")
-    return len(content) if isinstance(content, str) else 0
+def _num_characters(given: Any) -> int:
+    """Characters of all texts and numbers in a value, names included; objects of other kinds count as nothing."""
+    found, left = 0, [given]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            found += len(value)
+        elif isinstance(value, Mapping):
+            left += (*value.keys(), *value.values())
+        elif isinstance(value, list | tuple):
+            left += value
+        elif isinstance(value, bool | int | float):
+            found += 1
+    return found
 
 
 # --- Types and checks of what callers write: prompts, conversations and settings.
@@ -174,12 +242,10 @@ class TokensPrompt(TypedDict):
 
 #: A text, token ids (a list, or a 1-D array of integers), or either in a dict.
 Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | TextPrompt | TokensPrompt
-Conversation = Sequence[Mapping[str, Any]]
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _BYTES = (bytes, bytearray, memoryview)
 _DICT_REMEDY = "Give {'prompt': text} or {'prompt_token_ids': token ids}."
-_MESSAGES_REMEDY = "Give a list of {'role': ..., 'content': ...}, or for several conversations a list of such lists."
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------
@@ -294,34 +360,6 @@ def _is_list(value: Any) -> bool:
 
 def _is_list_of_numbers(value: Any) -> bool:
     return _is_list(value) and len(value) > 0 and all(_is_number(item) for item in value)
-
-
-# -- conversations -----------------------------------------------------------------------------------------------------
-
-
-def split_conversations(messages: Any) -> tuple[list[Any], bool]:
-    """The conversations one by one, and whether it is a single one that stands in no list. None of them is checked yet.
-
-    Raises:
-        InvalidPromptError: It is neither a conversation nor a list of conversations.
-    """
-    several = _is_list(messages) and any(_is_list(item) for item in messages)
-    if several and not all(_is_list(item) for item in messages):
-        raise InvalidPromptError("messages", messages, "messages and conversations in one list", _MESSAGES_REMEDY)
-    return (list(messages), False) if several else ([messages], True)
-
-
-def read_conversation(messages: Any) -> list[Mapping[str, Any]]:
-    """The messages of one conversation.
-
-    Raises:
-        InvalidPromptError: It is no list of messages, or there are none.
-    """
-    if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
-        raise InvalidPromptError("messages", messages, "not a list of messages", _MESSAGES_REMEDY)
-    if not messages:
-        raise InvalidPromptError("messages", messages, "it is empty", _MESSAGES_REMEDY)
-    return list(messages)
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from outrider.errors import (
 )
 from outrider.loading import loader
 from outrider.loading.sources import usable_device
-from outrider.params import StructuredOutputs
+from outrider.params import RequestOutput, StructuredOutputs
 from tests.model import checkpoints
 
 
@@ -149,8 +149,6 @@ def test_min_tokens_above_max_tokens() -> None:
         ([-1], {}),
         ([1] * 2048, {}),
         ([1] * 300, {"max_tokens": 300}),
-        ([1, 2], {"n": 5}),
-        ([1, 2], {"stop_token_ids": (9999,)}),
         ([1.5], {}),
         (7, {}),
     ],
@@ -192,6 +190,41 @@ def test_what_is_neither_a_prompt_nor_a_list_of_prompts(llm: LLM, prompts: Any) 
 
 def test_prompts_may_come_from_an_iterator(llm: LLM) -> None:
     assert len(llm.generate((p for p in ("a", "b")), SamplingParams(max_tokens=1))) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"speculation": "sufix"}, "method"),
+        ({"speculation": {"method": "eagle1", "model": "/nowhere"}}, "model"),
+        ({"speculation": SpeculationConfig(method="ngram", rule="block"), "params": SamplingParams(seed=1)}, "seed"),
+        ({"params": SamplingParams(n=500)}, "n"),
+        ({"params": SamplingParams(stop_token_ids=(9999,))}, "stop_token_ids"),
+        ({"params": SamplingParams(structured_outputs=StructuredOutputs(regex="("))}, "structured_outputs"),
+        ({"params": {"temperature": 0}}, "params"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistake_that_concerns_the_call_is_raised_before_anything_is_written(
+    llm: LLM, more: dict[str, Any], field: str
+) -> None:
+    finished: list[RequestOutput] = []
+    with pytest.raises(InputError) as caught:
+        llm.generate(["def f(", "import os"], on_finished=finished.append, **more)
+    assert caught.value.field == field
+    assert finished == []
+    assert not llm.engine.has_work
+    one_each = {name: [None, value] for name, value in more.items()}
+    good, bad = llm.generate(["def f(", "import os"], **{"params": [SamplingParams(max_tokens=2)] * 2} | one_each)
+    assert (good.error, type(bad.error)) == (None, type(caught.value)), "what concerns one prompt stays with it"
+
+
+def test_what_cannot_be_loaded_is_raised_before_anything_is_written(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    finished: list[RequestOutput] = []
+    with pytest.raises(OutriderError):
+        llm.generate(["a", "b"], speculation={"method": "eagle1", "model": str(tmp_path)}, on_finished=finished.append)
+    assert finished == []
 
 
 def test_chat_without_a_template_is_the_models_fault(llm: LLM) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
-from outrider.errors import OutriderError
+from outrider.errors import InvalidParameterError, ModelLoadError, OutriderError
 from outrider.lab.doctor.pairing import examine_pairing
 from outrider.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
@@ -215,3 +216,75 @@ def test_tokens_of_control_take_the_spaces_behind_them_in_phi_3(tmp_path: Path, 
     read_file = read(metadata_only(tmp_path / "v.gguf", sentence_piece(pieces, None), architecture))
     assert read_file.encode("</s>  to") == ids
     assert read_file.encode("<s> to") == [1, 1, 262, 259], "a text's begin takes none"
+
+
+def of_size(path: Path, *, length: int = 4, num_added: int = 0, template: str = "a", kind: str = "llama") -> str:
+    """A file with a token of so many characters, so many tokens of control beside the usual ones, and a template."""
+
+    def write(writer: Any) -> None:
+        pieces = ["a", "b", *(("ab" * (size // 2) + "a")[:size] for size in range(2, 40)), ("ab" * length)[:length]]
+        tokens = list(dict.fromkeys(pieces))
+        names = [*tokens, *(f"<|c{number}|>" for number in range(num_added))]
+        writer.add_tokenizer_model(kind)
+        writer.add_token_list(names)
+        writer.add_token_scores([-float(number) for number in range(len(names))])
+        writer.add_token_types([1] * len(tokens) + [3] * num_added)
+        writer.add_chat_template(template)
+
+    return metadata_only(path, write, "llama")
+
+
+@pytest.mark.parametrize(
+    ("more", "limit", "said"),
+    [
+        (
+            {"length": 400_000},
+            "token_characters",
+            r"it has a token of 400,000 characters, and token_characters .* to 2,048",
+        ),
+        ({"num_added": 70_000}, "added_tokens", r"it has 70,000 tokens of control .* added_tokens of files .* 65,536"),
+        ({"template": "{% if 1 %}a{% endif %}" * 60_000}, "template_bytes", r"a chat template of 1,320,000 bytes, and"),
+    ],
+    ids=["token", "controls", "template"],
+)
+def test_sizes_that_no_model_has_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], limit: str, said: str
+) -> None:
+    path = of_size(tmp_path / "m.gguf", **more)
+    begun = time.process_time()
+    with pytest.raises(ModelLoadError, match=said) as caught:
+        read(path)
+    assert time.process_time() - begun < 5
+    assert f"OUTRIDER_FILE_LIMITS={limit}=" in caught.value.remedy
+    small = of_size(tmp_path / "n.gguf", length=30, num_added=30, template="a" * 30)
+    assert read(small) is not None
+    monkeypatch.setenv("OUTRIDER_FILE_LIMITS", f"layers=3, {limit}=29")
+    with pytest.raises(ModelLoadError, match=rf"{limit} of files are limited to 29"):
+        read(small)
+
+
+@pytest.mark.parametrize("value", ["layers", "layers=-1", "layers=many", "depth=3"])
+def test_a_variable_that_sets_no_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("OUTRIDER_FILE_LIMITS", value)
+    with pytest.raises(InvalidParameterError, match="Use names with numbers, like layers=2000"):
+        read(of_size(tmp_path / "m.gguf"))
+
+
+def test_the_time_for_long_tokens_grows_with_the_bytes(tmp_path: Path) -> None:
+    """Every beginning and every end of the longest token that is allowed is a token, too."""
+
+    def seconds(length: int, count: int) -> float:
+        def write(writer: Any) -> None:
+            names = ["a" * size for size in range(1, length + 1)]
+            names += [f"{number}{'a' * length}"[:length] for number in range(count)]
+            writer.add_tokenizer_model("llama")
+            writer.add_token_list(names)
+            writer.add_token_scores([-float(number) for number in range(len(names))])
+
+        path = metadata_only(tmp_path / f"{length}-{count}.gguf", write, "llama")
+        begun = time.process_time()
+        read(path)
+        return time.process_time() - begun
+
+    seconds(64, 10)
+    assert seconds(512, 4000) < 8 * seconds(512, 1000) + 1

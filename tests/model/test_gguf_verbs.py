@@ -52,7 +52,20 @@ def run(files: dict[str, str], *asked: str, typed: str | None = None) -> tuple[i
 
 #: What these files are computed in, as it is shown: their norms have numbers that bfloat16 does not hold.
 COMPUTED = "bfloat16, rows of 8 bits where weights are rounded"
-WRITE = ("generate", "TARGET", "-p", "low world", "-p", "a b", "--max-tokens", "12", "--json", "--temperature", "0")
+WRITE = (
+    "generate",
+    "TARGET",
+    "-p",
+    "low world",
+    "-p",
+    "a b",
+    "--max-tokens",
+    "12",
+    "--json",
+    "--temperature",
+    "0",
+    "--raw",
+)
 
 
 @pytest.mark.parametrize("rows", [(), ("--activations", "none")], ids=["", "whole-rows"])
@@ -80,6 +93,18 @@ def test_a_server_answers_with_drafts_of_another_file(files: dict[str, str]) -> 
         told = {prompt: server.post("/v1/completions", body | {"prompt": prompt}).json() for prompt in plain}
         assert {prompt: answer["choices"][0]["text"] for prompt, answer in told.items()} == plain
         assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+
+
+def test_what_a_file_does_not_say_of_sampling_is_as_in_llama_cpp(files: dict[str, str]) -> None:
+    asked = ("generate", "TARGET", "--raw", "-p", "low world", "--max-tokens", "4", "--method", "none")
+    said = "says nothing of sampling, so as llama.cpp does: "
+    assert f"{said}temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in run(files, *asked)[1]
+    assert f"{said}top_k 40, top_p 0.95, min_p 0.05" in run(files, *asked, "--temperature", "1.5")[1]
+    assert said not in run(files, *asked, "--temperature", "0")[1]
+    seeded = (*asked, "--seed", "3", "--json")
+    ours = ("--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.05")
+    texts = [json.loads(run(files, *seeded, *more)[1])["requests"] for more in ((), ours)]
+    assert texts[0][0]["samples"][0]["token_ids"] == texts[1][0]["samples"][0]["token_ids"]
 
 
 def test_a_chat_uses_the_template_of_the_file(files: dict[str, str]) -> None:

@@ -126,6 +126,16 @@ def kind_of(name: bytes, number: int) -> Callable[[bytes], bytes]:
     return change
 
 
+def at_offset_of(name: bytes, other: bytes) -> Callable[[bytes], bytes]:
+    """A tensor begins where another one does."""
+
+    def change(data: bytes) -> bytes:
+        places = [data.index(each) + len(each) + 4 + 16 + 4 for each in (name, other)]
+        return data[: places[0]] + data[places[1] : places[1] + 8] + data[places[0] + 8 :]
+
+    return change
+
+
 WHOLE = 4  # the type of whole numbers in metadata
 
 
@@ -152,6 +162,7 @@ WHOLE = 4  # the type of whole numbers in metadata
         (value(b"llama.feed_forward_length", WHOLE, struct.pack("<I", 2**30)), r"ask for \[1073741824, 32\]"),
         (value(b"llama.embedding_length", WHOLE, struct.pack("<I", 0)), "embedding_length is 0, and no whole number"),
         (value(b"llama.block_count", WHOLE, struct.pack("<I", 10**6)), "it says 1,000,000 layers, and holds"),
+        (at_offset_of(b"blk.0.ffn_up.weight", b"blk.0.attn_q.weight"), "have the same bytes"),
         (value(b"llama.attention.head_count", WHOLE, struct.pack("<I", 10**9)), "m.gguf"),
         (replaced(b"general.architecture", b"general.architecturX"), "general.architecture is None"),
         (replaced(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "architecture is mamba, and llama, mistral3"),
@@ -163,6 +174,15 @@ def test_what_is_wrong_is_named(sound: bytes, tmp_path: Path, change: Any, probl
     with pytest.raises(ModelError, match=problem) as caught:
         load_model(ModelConfig(model=str(tmp_path / "m.gguf")))
     assert "m.gguf" in str(caught.value)
+
+
+def test_more_layers_than_any_model_has_are_refused(sound: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.gguf").write_bytes(value(b"llama.block_count", WHOLE, struct.pack("<I", 3))(sound))
+    monkeypatch.setenv("OUTRIDER_FILE_LIMITS", "layers=2")
+    with pytest.raises(
+        ModelError, match=r"it has 3 layers, and layers of files are limited to 2\. Set OUTRIDER_FILE_LIMITS"
+    ):
+        load_model(ModelConfig(model=str(tmp_path / "m.gguf")))
 
 
 def test_numbers_that_are_not_finite_are_named(tmp_path: Path, sound: bytes) -> None:
@@ -206,6 +226,38 @@ def test_files_in_parts_are_one_model(sound: bytes, tmp_path: Path) -> None:
     (tmp_path / "m-00001-of-00002.gguf").unlink()
     with pytest.raises(ModelError, match=r"one of 2 files, and m-00001-of-00002\.gguf is missing"):
         read_gguf(str(tmp_path / "m-00002-of-00002.gguf"))
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["renamed", "put together"])
+def test_a_part_under_another_name_says_which_it_is(tmp_path: Path, joined: bool) -> None:
+    """As gguf-split writes it. Parts cannot be joined by appending them."""
+    parts = [_part(tmp_path / f"m-0000{number + 1}-of-00002.gguf", number, 2) for number in range(2)]
+    assert set(read_gguf(str(parts[1])).tensors) == {"t0", "t1"}
+    data = parts[0].read_bytes() + (parts[1].read_bytes() if joined else b"")
+    (tmp_path / "model.gguf").write_bytes(data)
+    with pytest.raises(ModelError, match="part 1 of 2 of a model, and its name tells nothing of the others") as caught:
+        read_gguf(str(tmp_path / "model.gguf"))
+    assert "Download" not in str(caught.value)
+    assert "NAME-00001-of-00002.gguf, beside the other parts" in str(caught.value)
+    read_gguf(str(_part(tmp_path / "whole.gguf", 0, 1)))
+    read_gguf(str(_part(tmp_path / "merged.gguf", 0, 0)))
+    swapped = [tmp_path / f"s-0000{number}-of-00002.gguf" for number in (2, 1)]
+    for part, name in zip(parts, swapped, strict=True):
+        name.write_bytes(part.read_bytes())
+    with pytest.raises(ModelError, match="part 2 of 2 of a model, and its name that it is part 1 of 2"):
+        read_gguf(str(swapped[0]))
+
+
+def _part(path: Path, number: int, count: int) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.no", number)
+    writer.add_uint16("split.count", count)
+    writer.add_tensor(f"t{number}", np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def _saved(folder: Path, data: bytes) -> Path:

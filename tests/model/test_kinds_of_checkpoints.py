@@ -61,6 +61,18 @@ def quantised(method: str) -> Callable[[Path], Path]:
     return change
 
 
+def of_type(name: str) -> Callable[[Path], Path]:
+    """A checkpoint whose configuration is one of transformers' of this type."""
+
+    def change(folder: Path) -> Path:
+        from transformers import AutoConfig
+
+        AutoConfig.for_model(name).save_pretrained(folder)
+        return folder
+
+    return change
+
+
 def own_code(folder: Path) -> Path:
     configured(
         folder, model_type="unheard_of", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
@@ -97,6 +109,10 @@ def encoder(folder: Path) -> Path:
         (quantised("bitsandbytes"), "quantised by bitsandbytes", 'quantization="int8"'),
         (own_code, "trust_remote_code", "trust_remote_code=True"),
         (other_shape, "model.norm.weight has shape [7]", "config.json"),
+        (of_type("smolvlm"), "it is a multimodal model of type 'smolvlm'", "language model in a folder of its own"),
+        (of_type("qwen2_5_vl"), "it is a multimodal model of type 'qwen2_5_vl'", "language model in a folder of its own"),
+        (of_type("qwen2_audio"), "it is a multimodal model of type 'qwen2_audio'", "language model in a folder of its own"),
+        (of_type("vit"), "it is of type 'vit', which is no causal language model", "ForCausalLM"),
         (encoder, "it is a BertModel without an output layer", "ForCausalLM"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

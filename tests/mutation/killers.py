@@ -677,6 +677,34 @@ def kernels_formats() -> None:
             assert torch.allclose(got, rows[:count].double() @ weight.t(), rtol=1e-4, atol=1e-3)
 
 
+def kernels_blocks() -> None:
+    """Products of rounded rows with blocks of files against float64."""
+    from dataclasses import replace
+
+    from outrider.kernels.gguf_blocks import GGUF_TYPES, stored_blocks, whole_numbers
+    from outrider.kernels.library import kernel_library
+    from outrider.kernels.packed import PackedWeights
+    from outrider.kernels.packed import product as multiply
+    from outrider.kernels.weights import unrounded_rows_for
+    from tests.unit.test_blocks_of_files import random_rows
+
+    library = kernel_library()
+    assert library is not None
+    stored = [
+        GGUF_TYPES[name].stored(torch.from_numpy(random_rows(name)), torch.float32) for name in ("Q4_K", "Q5_0", "Q6_K")
+    ]
+    codes, scale = torch.randint(0, 16, (70, 768), dtype=torch.uint8), torch.randn(70, 6).half()
+    zeros = torch.randint(0, 16, (70, 6), dtype=torch.uint8)
+    stored.append(stored_blocks(whole_numbers(4, 128, torch.float16, has_zeros=True), torch.float32, codes, scale, zeros))
+    for each in stored:
+        each = replace(each, format=replace(each.format, rounds_rows=True))
+        packed, weight = PackedWeights(library, each), each.format.dequantise(each, torch.float64)
+        rows = unrounded_rows_for(torch.randn(13, 768), each)
+        for count in (1, 3, 13):
+            got, want = multiply(library, packed.struct, rows[:count])[:, :70].double(), rows[:count].double() @ weight.t()
+            assert torch.allclose(got, want, rtol=1e-4, atol=1e-5 * float(weight.abs().max()) * 768**0.5)
+
+
 def kernels_laws() -> None:
     """Laws and draws against the stock ones."""
     import os

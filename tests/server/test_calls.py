@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from transformers import AutoTokenizer
 
 from outrider.config import default_model
-from outrider.server.tools import MAX_CALLS, ToolForm, ToolListener, calls_grammar
+from outrider.server.tool_forms import ToolForm
+from outrider.server.tools import MAX_CALLS, ToolListener, calls_grammar
 from tests.server.running import TEMPLATE, Server, running
 
 NAME = "outrider-embedded"
@@ -256,7 +257,7 @@ def test_nothing_at_all_is_refused(server: Server) -> None:
 @pytest.mark.parametrize("several", [False, True])
 def test_the_grammar_takes_what_the_listener_hears(form: ToolForm, several: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
-    schemas = {"move": POINT, 'odd "name"': Place.model_json_schema(), "any": None}
+    schemas = {"move": POINT, 'odd "name"': Place.model_json_schema(), "any": {"type": "object"}}
     source = llguidance.LLMatcher.grammar_from_lark(calls_grammar(form, schemas, several=several))
     key = "arguments" if form == "hermes" else "parameters"
 

@@ -277,6 +277,7 @@ def test_settings_of_a_tenant_stand_behind_its_keys(tmp_path: Path, monkeypatch:
         ("ann: SECRET max_concurent=3", "Did you mean max_concurrent"),
         ("ann: SECRET fast", "fast"),
         ("ann:", "no key"),
+        (": secret", "the tenant has no name"),
         ("bob: SECRET weight=3", "another line of this tenant says 2"),
         ("ann: other", "another line gives this key to bob"),
     ],

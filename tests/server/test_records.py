@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from outrider import files
 from outrider.cli.app import app
 from outrider.errors import ContradictionError, InvalidParameterError, StorageError
 from outrider.heads.checkpoint import Witness
@@ -186,6 +188,117 @@ def test_a_disk_that_takes_nothing_loses_the_new_texts_alone(tmp_path: Path) -> 
     in_the_way.rmdir()
     found.add(texts(1, first=5))
     assert numbers(tmp_path) == [0, 1, 2, 5]
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A disk on which no byte is free as long as the list holds something. Names can still be changed there."""
+    is_full: list[bool] = []
+    write = files._put
+
+    def put(path: Path, content: bytes) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(files, "_put", put)
+    return is_full
+
+
+def test_a_full_disk_keeps_what_it_has_and_gives_it_up_when_asked(tmp_path: Path, full: list[bool]) -> None:
+    folder = tmp_path / "ann"
+    found = NamespaceRecords(folder, ORIGIN, 2**20)
+    found.add(texts(3))
+    size = found.num_bytes
+    full.append(True)
+    with pytest.raises(StorageError):
+        found.add(texts(2, first=3))
+    assert (found.num_texts, found.num_bytes, numbers(folder)) == (3, size, [0, 1, 2])
+    assert found.delete() == 3
+    assert (found.num_texts, found.num_bytes, list(tmp_path.rglob("shard-*"))) == (0, 0, [])
+    full.clear()
+    found.add(texts(2, first=7))
+    assert numbers(folder) == [7, 8]
+    NamespaceRecords(folder, ORIGIN, 2**20)
+    other = Origin(ORIGIN.facts, Witness(ORIGIN.witness.token_ids, -ORIGIN.witness.features), ORIGIN.settings)
+    with pytest.raises(ContradictionError):  # the folder is bound to its target again
+        NamespaceRecords(folder, other, 2**20)
+
+
+def test_what_is_told_is_what_is_there_when_nothing_can_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "ann"
+    found = NamespaceRecords(folder, ORIGIN, 2**20)
+    found.add(texts(3))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(StorageError):
+        found.delete()
+    assert (found.num_texts, numbers(folder)) == (3, [0, 1, 2])
+
+
+def test_a_start_on_a_full_disk_reads_what_is_there(tmp_path: Path, full: list[bool]) -> None:
+    NamespaceRecords(tmp_path / "ann", ORIGIN, 2**15).add(texts(60, length=80))
+    full.append(True)
+    found = NamespaceRecords(tmp_path / "ann", ORIGIN, 2**14)
+    assert found.num_texts == 60, "too many, and nothing can be written that says otherwise"
+    assert NamespaceRecords(tmp_path / "eve", ORIGIN, 2**15).num_texts == 0
+    full.clear()
+    found.add(texts(1, first=60))
+    assert found.num_bytes <= 2**14
+    assert numbers(tmp_path / "ann")[-1] == 60
+
+
+@pytest.mark.parametrize("length", [40, 900, 5000])
+def test_the_budget_holds_while_files_are_replaced(tmp_path: Path, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lies there at any time, half-written files included, is an eighth more at most."""
+    most, budget, write = 0, 2**15, files._put
+
+    def put(path: Path, content: bytes) -> None:
+        nonlocal most
+        write(path, content)
+        most = max(most, sum(file.stat().st_size for file in tmp_path.glob("shard-*")))
+
+    monkeypatch.setattr(files, "_put", put)
+    found = NamespaceRecords(tmp_path, ORIGIN, budget)
+    for first in range(0, 300, 30):
+        assert found.add(texts(30, length, first)) == 0
+    assert budget // 2 < most <= budget * 9 // 8
+    assert numbers(tmp_path)[-1] == 299
+    assert found.num_bytes <= budget
+
+
+def test_a_text_larger_than_the_budget_costs_no_other(tmp_path: Path) -> None:
+    found = NamespaceRecords(tmp_path, ORIGIN, 2**15)
+    assert found.add([*texts(3), *texts(1, 9000, 3), *texts(1, 40, 4)]) == 1
+    assert numbers(tmp_path) == [0, 1, 2, 4]
+    assert found.add(texts(1, 9000)) == 1
+    assert numbers(tmp_path) == [0, 1, 2, 4]
+
+
+def test_several_files_of_one_batch_all_stay(tmp_path: Path) -> None:
+    found = NamespaceRecords(tmp_path, ORIGIN, 2**16)
+    for first in range(0, 40, 20):
+        found.add(texts(20, 300, first))
+    assert numbers(tmp_path) == list(range(40))
+
+
+def test_a_folder_that_others_may_read_is_closed_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "traffic"
+    folder.mkdir()
+    folder.chmod(0o755)
+    RecordFolder(folder).close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(InvalidParameterError, match=r"other users may read it .mode 770.*Give a folder of your own"):
+        RecordFolder(folder)
 
 
 def test_records_of_another_target_are_refused(tmp_path: Path) -> None:

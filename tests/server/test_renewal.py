@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from outrider.config import default_model
 from outrider.lab.prove.tiny import save_random_heads
 from tests.server.running import Server, running
 from tests.waiting import wait_until
+from tests.warm import warm_python
 
 Write = Callable[..., None]
 
@@ -95,3 +99,47 @@ def test_a_server_without_a_profile_says_so(tmp_path: Path) -> None:
     with running("--method", "suffix") as server:
         assert "started without one" in renew(server, "the profile cannot be used")["problem"]
         assert server.get("/health").status_code == 200
+
+
+def test_a_profile_that_is_a_pipe_is_refused_and_the_server_ends(write: Write, tmp_path: Path) -> None:
+    write(method="suffix")
+    with running("--profile", str(tmp_path / "profile.json")) as server:
+        (tmp_path / "profile.json").unlink()
+        os.mkfifo(tmp_path / "profile.json")
+        assert "no regular file" in renew(server, "the profile cannot be used")["problem"]
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+
+
+def test_a_signal_while_the_model_loads_is_answered_when_it_is_there(write: Write, tmp_path: Path) -> None:
+    """From the first line on; the profile that is there when the server listens holds."""
+    write(method="suffix")
+    process = warm_python().start("outrider", "serve", "--port", "0", "--profile", str(tmp_path / "profile.json"))
+    ended = threading.Event()
+
+    def disturb() -> None:
+        while not ended.wait(0.05):
+            process.send_signal(signal.SIGHUP)
+
+    threading.Timer(0.3, disturb).start()  # until then Python itself starts
+    try:
+        server = Server(process)
+        ended.set()
+        server.logged(event="the profile was read")
+        assert server.get("/health").status_code == 200
+    finally:
+        ended.set()
+        process.kill()
+        process.wait(60)
+    server.read_to_the_end()
+
+
+def test_signals_while_it_ends_change_nothing_of_its_end(tmp_path: Path) -> None:
+    with running("--method", "off") as server:
+        server.process.send_signal(signal.SIGTERM)
+        while server.process.poll() is None:
+            server.process.send_signal(signal.SIGHUP)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.002)
+        assert server.process.returncode == 0
+        assert server.ended()[-1]["event"] == "ended"

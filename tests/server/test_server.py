@@ -376,7 +376,7 @@ def test_langchain(server: Server, llm: LLM) -> None:
         ({"prompt": [1_000_000]}, "prompt"),
         ({"prompt": {"text": "x"}}, "prompt"),
         ({"prompt": [1] * 5000}, "prompt"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -2}, "seed"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 3}, "best_of"),
@@ -475,6 +475,26 @@ def test_routes_that_there_are_not(server: Server) -> None:
     slash = server.post("/v1/completions/", {"prompt": "x"}, follow_redirects=False)
     assert (slash.status_code, slash.json()["error"]["code"]) == (404, "no_such_route")
     assert "Did you mean /v1/completions?" in slash.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "whose", "instead"),
+    [
+        ("/v1/responses", "OpenAI's Responses API", "it has /v1/chat/completions instead"),
+        ("/v1/responses/r_1", "OpenAI's Responses API", "it has /v1/chat/completions instead"),
+        ("/v1/messages", "Anthropic's Messages API", "it has /v1/chat/completions instead"),
+        ("/v1/embeddings", "OpenAI's API for embeddings", "it writes texts, by /v1/completions and /v1/chat/completions"),
+        ("/api/generate", "Ollama's API", "it has /v1/completions instead"),
+        ("/api/chat", "Ollama's API", "it has /v1/chat/completions instead"),
+    ],
+)
+def test_routes_of_other_apis_say_whose_they_are_and_what_there_is_instead(
+    server: Server, path: str, whose: str, instead: str
+) -> None:
+    response = server.post(path, {"model": NAME, "input": "x"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (404, "no_such_route")
+    assert f"{path}: Not Found. This is {whose}, which this server does not speak; {instead}" in error["message"]
 
 
 @pytest.mark.parametrize(

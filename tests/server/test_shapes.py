@@ -10,7 +10,10 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from outrider.config import default_model
 from outrider.errors import (
     ContradictionError,
     InputError,
@@ -21,15 +24,18 @@ from outrider.errors import (
     ProcessingError,
     UnsupportedParameterError,
 )
+from outrider.model.vocabulary import own_bytes
 from outrider.params import CompletionOutput, Logprob, SamplingParams, StructuredOutputs, TokenOrigin
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.results import RequestStats
 from outrider.server.answers import CompletionLogprobs, chat_logprobs, usage
-from outrider.server.chat import blamed_tool, conversation, encode
+from outrider.server.chat import blamed_tool, conversation, encode, forced_calls
 from outrider.server.errors import ApiError, api_error
-from outrider.server.requests import AllowedMethods, JobMaker, ServerSettings, field_names, sampling
+from outrider.server.requests import AllowedMethods, JobMaker, Prompt, ServerSettings, field_names, sampling
 from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest, Refusal
-from outrider.server.tools import Heard, ToolForm, ToolListener, tool_form
+from outrider.server.tool_forms import ToolForm, tool_form
+from outrider.server.tools import Heard, ToolListener, ToolUse
+from outrider.structured.grammar import GrammarCompiler, GrammarError
 
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
@@ -184,13 +190,55 @@ def test_faults_of_the_server_tell_nothing_of_it() -> None:
 
 def test_what_was_ruled_out_is_a_number_too() -> None:
     entry = {7: Logprob(-1.0, 2, "b"), 3: Logprob(-0.5, 1, "a"), 9: Logprob(-math.inf, 3, "\ufffd")}
-    (told,) = chat_logprobs([entry], 3)["content"]
+    (told,) = chat_logprobs([entry], 3, None)["content"]
     assert [other["logprob"] for other in told["top_logprobs"]] == [-0.5, -1.0, -9999.0]
-    assert (told["bytes"], told["top_logprobs"][2]["bytes"]) == ([98], None)
-    lists = CompletionLogprobs(1, 4)
-    assert lists.shape([None, entry], "xy")["text_offset"] == [4, 6]
-    assert lists.shape([entry])["text_offset"] == [7]
-    assert lists.shape([entry])["top_logprobs"] == [{"b": -1.0, "a": -0.5}]
+    assert (told["bytes"], told["top_logprobs"][2]["bytes"]) == ([98], None), "without a tokenizer nobody knows"
+    assert CompletionLogprobs(1, None).shape([entry])["top_logprobs"] == [{"b": -1.0, "a": -0.5}]
+
+
+TEXT = "né\U0001f600!"
+
+
+@pytest.fixture(scope="module", params=["byte-level", "bytes in a row"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    """Of both kinds that split characters, with a special token that begins texts."""
+    if request.param == "byte-level":
+        return AutoTokenizer.from_pretrained(default_model("target"))
+    names = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"n!"]
+    backend = Tokenizer(models.BPE(vocab={name: id for id, name in enumerate(names)}, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+
+
+def test_bytes_of_parts_of_characters_make_the_text(tokenizer: Any) -> None:
+    tokens = tokenizer.encode(TEXT, add_special_tokens=False)
+    entries = [{token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in tokens]
+    assert any("\ufffd" in (entry[token].decoded_token or "") for entry, token in zip(entries, tokens, strict=True))
+    told = chat_logprobs(entries, 1, tokenizer)["content"]
+    assert b"".join(bytes(each["bytes"]) for each in told).decode() == TEXT
+    assert [each["top_logprobs"][0]["bytes"] for each in told] == [each["bytes"] for each in told]
+
+
+@pytest.mark.parametrize("echoed", [False, True])
+def test_offsets_point_into_the_text(tokenizer: Any, echoed: bool) -> None:
+    """Special tokens are no part of it, and a character that several tokens write begins where the first of them does."""
+    special = tokenizer.all_special_ids[0]
+    tokens = [special, *tokenizer.encode(TEXT, add_special_tokens=False)]
+    entries: list[Any] = [{token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in tokens]
+    lists = CompletionLogprobs(0, tokenizer)
+    start, prefix = 0, ""
+    if echoed:
+        prompt = Prompt((special, *tokens), "!" + TEXT[1:], "first")  # a text that reads a little otherwise than its tokens
+        found = lists.shape_prompt(prompt, [None, *entries])
+        assert (found["tokens"][0], found["token_logprobs"][0], max(found["text_offset"])) == ("first", None, 3)
+        start, prefix = len(prompt.text), prompt.text
+    offsets = [offset for entry in entries for offset in lists.shape([entry])["text_offset"]]
+    text = prefix + tokenizer.decode(tokens, skip_special_tokens=True)
+    assert offsets[:2] == [start, start]
+    by_place = {offset: [entry for at, entry in zip(offsets, entries, strict=True) if at == offset] for offset in offsets}
+    for place, group in by_place.items():
+        written = b"".join(own_bytes(tokenizer, *entry) or b"" for entry in group if special not in entry)
+        assert text[place:].encode().startswith(written)
 
 
 # -- what requests may hold ---------------------------------------------------------------------------------------------
@@ -296,9 +344,6 @@ def test_a_value_of_a_wrong_kind_is_told_what_it_may_be(fields: dict[str, Any], 
         ({"stream_options": {"x": 1}}, "stream_options.x", "stream_options knows: continuous_usage_stats, include_usage."),
         ({"response_format": {"type": "json_schema", "json_schema": {"scema": {}, "name": "a"}}},
          "response_format.json_schema.scema", "Did you mean schema?"),
-        ({"messages": [_USER, {"role": "user", "contnt": "x"}]}, "messages.1.contnt", "Did you mean content?"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txt": "b"}]}]},
-         "messages.0.content.0.txt", "content knows: text, type."),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameter": {}}}]},
          "tools.0.function.parameter", "Did you mean parameters?"),
         ({"dict": 1}, "dict", "A request knows: add_special_tokens"),
@@ -349,6 +394,25 @@ def test_structures_that_are_none_are_told_in_the_words_of_the_request(structure
     assert "json_schema" not in error.message
 
 
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_minus_one_is_no_seed_and_no_limit(kind: Any) -> None:
+    """As llama.cpp and its clients write it. The model's own values do not come in its place."""
+    known = {"prompt": "x"} if kind is CompletionRequest else {"messages": [_USER]}
+    own, settings = SamplingParams(seed=5, max_tokens=9), ServerSettings(model_name="m")
+
+    def params(**fields: Any) -> tuple[int | None, int]:
+        found = sampling(kind.read(json.dumps({**known, **fields}).encode()), own, 100, settings)
+        return found.seed, found.max_tokens
+
+    assert params() == (5, 9)
+    assert params(seed=-1, max_tokens=-1) == (None, 100)
+    if kind is ChatRequest:
+        assert params(max_completion_tokens=-1, max_tokens=-1) == (5, 100)
+    for name in ("seed", "max_tokens"):
+        with pytest.raises(InputError, match=f"{name}=-2"):
+            params(**{name: -2})
+
+
 def test_a_conversation_without_a_message_is_refused_in_words_of_this_server() -> None:
     with pytest.raises(InvalidPromptError) as caught:
         conversation(ChatRequest.read(b'{"messages": []}').messages)
@@ -395,6 +459,38 @@ def test_errors_in_speculation_have_the_names_and_the_forms_of_the_request(asked
     assert said in error.message
     assert "(3, 2" not in error.message
     assert "method='none'" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes_any"),
+    [
+        ({}, False),
+        ({"parameters": {}}, False),
+        ({"parameters": {"type": "object", "properties": {}, "title": "none"}}, False),
+        ({"parameters": {"type": "object"}}, True),
+        ({"parameters": {"type": "object", "properties": {}, "additionalProperties": True}}, True),
+    ],
+)
+def test_a_function_that_names_no_argument_takes_none(parameters: dict[str, Any], takes_any: bool) -> None:
+    """Otherwise a model may write any object until its tokens are used up."""
+    tools = [{"type": "function", "function": {"name": "now", **parameters}}]
+    asked = ChatRequest.read(json.dumps({"messages": [_USER], "tools": tools, "tool_choice": "required"}).encode())
+    use = ToolUse("hermes", {}, {}, only_calls=True, max_calls=1)
+    tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
+
+    def taken(arguments: str) -> bool:
+        state = compiler.start(StructuredOutputs(grammar=forced_calls(asked, use) or ""))
+        text = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'
+        try:
+            for token in tokenizer.encode(text):
+                state.advance(token)
+        except GrammarError:
+            return False
+        return True
+
+    assert taken("{}")
+    assert taken('{"a": 1}') == takes_any
 
 
 def test_tools_that_are_refused_together_are_told_by_their_names() -> None:

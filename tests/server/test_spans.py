@@ -89,7 +89,7 @@ def test_a_chat_has_one_with_a_trace_of_its_own(spans: Spans) -> None:
 
 
 def test_what_is_refused_says_why(spans: Spans) -> None:
-    assert spans.server.post("/v1/completions", {**BODY, "max_tokens": -1}, headers=HEADERS).status_code == 400
+    assert spans.server.post("/v1/completions", {**BODY, "max_tokens": -2}, headers=HEADERS).status_code == 400
     span = spans.next()
     assert span["attributes"].items() >= {"http.response.status_code": 400}.items()
     assert span["attributes"]["error.type"]

@@ -26,7 +26,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(serve, "_load", load)
     monkeypatch.setattr("outrider.widen.wide_target", lambda dtype: f"wide-{dtype}")
-    monkeypatch.setattr("outrider.server.run.listen", lambda host, port, stalled_seconds: None)
+    monkeypatch.setattr("outrider.server.run.listen", lambda *_: None)
     monkeypatch.setattr("outrider.server.errors.write_logs", lambda: None)
     return found
 

@@ -15,7 +15,7 @@ from outrider.cli.app import app
 from outrider.errors import InputError, InvalidParameterError, MissingExtraError
 from outrider.heads.checkpoint import load_heads
 from outrider.llm import LLM
-from outrider.records import Record, prompt_of
+from outrider.records import Record, prompt_of, read_manifest
 from outrider.server.recorder import NamespaceRecords, Origin
 from tests.train.markov import VOCAB, walk
 
@@ -69,6 +69,14 @@ def test_a_method_is_trained(target: str, data: Path, tmp_path: Path, method: st
     assert "tokens of a target pass in the engine" in found.stdout
     assert "step 6: loss" in found.stderr
     assert (tmp_path / "out" / "README.md").exists()
+
+
+@pytest.mark.core
+def test_without_a_target_the_one_that_wrote_the_data_is_trained_for(target: str, data: Path, tmp_path: Path) -> None:
+    found = run("medusa", "--data", data, "--out", tmp_path / "out", "--dtype", "float32", *FEW, "--heads", "2", "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)
+    assert read_manifest(data).target.name == target
 
 
 @pytest.mark.core

@@ -74,6 +74,13 @@ def test_turns_alternate() -> None:
     assert {name: len(found) for name, found in runs.items()} == {"A": 3, "B": 3}
 
 
+def test_those_who_do_not_go_on_keep_their_runs_and_the_end_may_be_early() -> None:
+    contestants = [Contestant(name, lambda _: run(1.0)) for name in "AB"]
+    names: list[list[str]] = [["A"], []]
+    found = interleave(TASKS, contestants, who_goes_on=lambda runs: names[len(runs["A"]) - 1])
+    assert {name: len(runs) for name, runs in found.items()} == {"A": 2, "B": 1}
+
+
 def speeds(plain: Sequence[float], drafted: Sequence[float], *, per_pass: float) -> tuple[dict[str, list[Run]], int]:
     """The runs of two ways with these speeds, turn by turn, and how many turns they took."""
     left = {"plain": list(plain), "b": list(drafted)}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -505,21 +510,156 @@ def test_an_interrupt_leaves_quietly() -> None:
         assert process.stderr.read() == ""
 
 
-def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> None:
-    model = tmp_path / "conversing"
+def conversing(folder: Path) -> Path:
+    """The embedded target with a chat template."""
+    model = folder / "conversing"
     shutil.copytree(default_model("target"), model)
     settings = json.loads((model / "tokenizer_config.json").read_text("utf-8"))
     settings["chat_template"] = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
-    questions = f"hello\n{'word ' * 3000}\n/reset\nhello\n/help\n/quit\nnever asked\n"
+    return model
+
+
+def test_generate_answers_where_the_model_has_a_chat_template(tmp_path: Path) -> None:
+    asked = ("generate", str(conversing(tmp_path)), "-t", "0", "--max-tokens", "6", "--method", "none")
+    question, whole = "x = 1", "# user: x = 1\n"
+    answered, raw = invoked(*asked, "-p", question), invoked(*asked, "--raw", "-p", whole)
+    assert "--raw goes on from the prompt itself" in answered.stderr
+    assert "chat template" not in raw.stderr
+    assert raw.stdout.removeprefix(whole) == answered.stdout, "the same tokens, and a question is not echoed"
+    several = json.loads(invoked(*asked, "-p", question, "-p", "y", "--json").stdout)["requests"]
+    assert [each["prompt"] for each in several] == [question, "y"]
+    assert several[0]["samples"][0]["text"] == answered.stdout.removesuffix("\n")
+    batch = invoked(*asked, "-p", question, "-p", "y", "--compare")
+    assert batch.exit_code == 0, batch.output
+    assert answered.stdout.strip() in batch.stdout
+
+
+def test_what_the_model_says_of_sampling_holds(tmp_path: Path) -> None:
+    model = tmp_path / "own"
+    shutil.copytree(default_model("target"), model)
+    (model / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 1}), "utf-8")
+    asked = ("generate", str(model), "-p", "def f(", "--max-tokens", "12", "--method", "none")
+    assert invoked(*asked).stdout == invoked(*asked, "-t", "0").stdout, "only the likeliest token is left"
+    assert invoked(*asked, "--seed", "1", "--top-k", "0").stdout != invoked(*asked).stdout
+
+
+def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> None:
+    model = conversing(tmp_path)
+    questions = f"hello\n{'word ' * 3000}\n/clear\nhello\n/help\n/bye\nnever asked\n"
     result = outrider("chat", str(model), "--max-tokens", "4", "-t", "0", "--quantization", "int8", stdin=questions)
     assert result.returncode == 0
     assert result.stderr.count("tokens/s, cut off at 4 tokens (--max-tokens)") == 2
     assert result.stderr.count("outrider: ") == 1
-    assert result.stderr.count("/quit or Ctrl-D leaves") == 2, "at the start, and on /help"
+    assert result.stderr.count("/save FILE, /load FILE") == 1, "on /help"
     answers = [answer for answer in map(str.strip, result.stdout.split("> ")) if answer]
     assert len(answers) == 2
-    assert answers[0] == answers[1]  # /reset forgot the first
+    assert answers[0] == answers[1]  # /clear forgot the first
+
+
+def test_commands_of_a_chat(tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    lines = [
+        "/stats", "/nonsense and more", "/set temperature hot", "/set temperature -1", "/set temperature 0", "/set depth 3",
+        "/set max_tokens 3", "/set system Be short.", '"""/not a command', 'but two lines"""', f"/save {file}", "/clear",
+        f"/load {file}", "/usr/bin is a path", "/stats", f"/save {file}", "/load /nowhere/at/all", "/load", "/bye",
+    ]  # fmt: skip
+    result = outrider("chat", str(conversing(tmp_path)), "--method", "none", stdin="\n".join(lines))
+    assert result.returncode == 0
+    said = result.stderr
+    assert "nothing was answered yet" in said
+    assert "there is no command /nonsense. /help shows those that there are" in said
+    assert "temperature='hot': no number" in said
+    assert "temperature=-1" in said
+    assert "depth" in said
+    assert "/nowhere/at/all" in said
+    assert "there is no name of a file" in said
+    assert said.count("tokens/s, cut off at 3 tokens") == 2
+    assert re.search(r"the conversation has \d+ of 2,048 tokens, in 4 messages", said)
+    kept = json.loads(file.read_text("utf-8"))
+    assert [each["role"] for each in kept] == ["system", "user", "assistant", "user", "assistant"]
+    assert [kept[place]["content"] for place in (0, 1, 3)] == [
+        "Be short.",
+        "/not a command\nbut two lines",
+        "/usr/bin is a path",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "messages"),
+    [
+        ("hello\r", [("hello", False)]),
+        ("one\x1b\rtwo\r", [("one\ntwo", False)]),
+        ("\x1b[200~pasted\nlines\n\x1b[201~ and more\r", [("pasted\nlines\n and more", False)]),
+        ('"""/a\rb"""\r', [("/a\nb", True)]),
+        ("dropped\x03kept\r", [("kept", False)]),
+        ("abc\x1b[D\x1b[DX\r\x04", [("aXbc", False), None]),
+    ],
+    ids=["line", "alt-enter", "paste", "quotes", "interrupt", "editing"],
+)
+def test_lines_are_edited_in_a_terminal(
+    typed: str, messages: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    from outrider.cli import lines
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        ask = lines._editor(Console(quiet=True))
+        pipe.send_text(typed)
+        for message in messages:
+            found = ask()
+            assert (found if message is None else (found.text, found.is_quoted)) == message  # type: ignore[union-attr]
+    history = tmp_path / "outrider" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert "\n+" in history.read_text("utf-8"), "for the next conversation"
+
+
+def test_an_interrupt_stops_an_answer_and_leaves_no_mark_in_it(tmp_path: Path) -> None:
+    """In a terminal of its own, whose driver would write ^C."""
+    ours, theirs = pty.openpty()
+    file = tmp_path / "talk.json"
+    command = [
+        sys.executable,
+        "-m",
+        "outrider",
+        "chat",
+        str(conversing(tmp_path)),
+        "--max-tokens",
+        "1800",
+        "--method",
+        "none",
+    ]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+                          preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+                          env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}) as process:  # fmt: skip
+        os.close(theirs)
+        shown = b""
+
+        def until(wanted: bytes) -> None:
+            nonlocal shown
+            while wanted not in shown:
+                assert select.select([ours], [], [], 60)[0], shown
+                shown += os.read(ours, 65536)
+
+        until(b"stops an answer")
+        time.sleep(0.5)
+        os.write(ours, b"x = 1\r")
+        until(b"def")  # it writes code
+        os.write(ours, b"\x03")
+        until(b"stopped")
+        os.write(ours, f"/save {file}\r".encode())
+        until(b"written to")
+        os.write(ours, b"/bye\r")
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert b"^C" not in shown
+    question, answer = json.loads(file.read_text("utf-8"))
+    assert (question["content"], answer["role"]) == ("x = 1", "assistant")
+    assert "stopped" not in answer["content"]
 
 
 @pytest.mark.by_change("src/outrider/cli/", "src/outrider/lab/cli/")

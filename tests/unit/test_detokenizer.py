@@ -337,3 +337,18 @@ def test_pieces_only_ever_add(tokenizer: Any) -> None:
         stream.push(token)
         seen.append(stream.shown)
     assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
+
+
+def test_special_tokens_that_are_asked_for_stand_in_the_text() -> None:
+    """Behind half a character, between words, and at the end; others do not stand there."""
+    tokenizer = AutoTokenizer.from_pretrained(default_model("target"))
+    special, (half, rest) = tokenizer.eos_token_id, tokenizer.encode("é")
+    tokens = [*tokenizer.encode("a b"), special, half, special, *tokenizer.encode(" c"), half, rest, special]
+    mark = tokenizer.decode([special])
+    for shown, want in ((frozenset({special}), f"a b{mark}\ufffd{mark} cé{mark}"), (frozenset[int](), "a b\ufffd cé")):
+        text = TextStream(tokenizer, (), shown)
+        for token in tokens:
+            text.push(token, 0, watch=True)
+        text.finish()
+        assert text.text == want
+        assert "".join(text.texts()) == want

@@ -6,17 +6,20 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import UUID4, BaseModel, SecretStr
 from transformers import AutoTokenizer
 
 from outrider.config import default_model
-from outrider.errors import InvalidParameterError
+from outrider.errors import InvalidParameterError, UnsupportedParameterError
 from outrider.params import StructuredOutputs
 from outrider.structured import grammar
 from outrider.structured.grammar import GrammarCompiler
+from outrider.structured.structures import FORMATS
 from outrider.structured.trials import Trials
 
 llguidance = pytest.importorskip("llguidance")
@@ -167,11 +170,76 @@ def test_gbnf_is_known_by_its_rules(compiler: GrammarCompiler, written: str, tex
     assert _takes(compiler.start(StructuredOutputs(grammar=written)), compiler._tokenizer, text)
 
 
-@pytest.mark.parametrize("written", ["root ::= root", r"start: /[^\s\S]/"])
-def test_a_structure_that_no_text_has_is_refused_in_a_line(compiler: GrammarCompiler, written: str) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"grammar": "root ::= root"},
+        {"grammar": r"start: /[^\s\S]/"},
+        {"json_schema": {"allOf": [{"type": "string"}, {"type": "integer"}]}},
+    ],
+    ids=str,
+)
+def test_a_structure_that_no_text_has_is_refused_in_a_line(compiler: GrammarCompiler, given: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameterError, match="no text can have it") as caught:
-        compiler.start(StructuredOutputs(grammar=written))
+        compiler.start(StructuredOutputs(**given))
     assert "\n" not in str(caught.value)
+
+
+class Fields(BaseModel):
+    """What Pydantic writes with formats that no text is held to."""
+
+    place: Path
+    secret: SecretStr
+    raw: bytes
+    key: UUID4
+
+
+@pytest.mark.parametrize("embed", [json.dumps, lambda schema: schema], ids=["text", "dict"])
+def test_formats_that_only_annotate_are_passed_over(compiler: GrammarCompiler, embed: Callable[[Any], Any]) -> None:
+    state = compiler.start(StructuredOutputs(json_schema=embed(Fields.model_json_schema())))
+    assert _takes(state, compiler._tokenizer, '{"place": "/x", "secret": "s", "raw": "r", "key": "k"}')
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_formats_that_the_library_knows_hold(compiler: GrammarCompiler, name: str) -> None:
+    state = compiler.start(StructuredOutputs(json_schema={"type": "string", "format": name}))
+    assert not _takes(state, compiler._tokenizer, '"!"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1, 1]"),
+        ({"properties": {"format": {"enum": ["path"]}}, "required": ["format"], "type": "object"}, '{"format": "path"}'),
+        ({"const": {"format": "path", "not": False}}, '{"format": "path", "not": false}'),
+        ({"properties": {"enum": {"format": "path", "type": "string"}}, "type": "object"}, '{"enum": "x"}'),
+        ({"anyOf": [{"format": "path", "type": "string"}, True], "propertyNames": {}}, "3"),
+    ],
+)
+def test_what_asks_for_nothing_is_taken_and_what_is_a_value_stays(
+    compiler: GrammarCompiler, schema: dict[str, Any], text: str
+) -> None:
+    assert _takes(compiler.start(StructuredOutputs(json_schema=schema)), compiler._tokenizer, text)
+    if "const" in schema or "required" in schema:
+        state = compiler.start(StructuredOutputs(json_schema=schema))
+        assert not _takes(state, compiler._tokenizer, '{"format": "x"}')
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "the keyword uniqueItems)"),
+        ({"json_schema": {"not": {"type": "string"}}}, "the keyword not)"),
+        ({"json_schema": {"$ref": "https://example.com/x"}}, "Default retriever does not fetch"),
+        ({"json_schema": {"pattern": "(?=a)b"}}, "look-around"),
+        ({"regex": "(?=a)b"}, "look-around"),
+    ],
+)
+def test_what_is_sound_and_not_supported_is_called_so(compiler: GrammarCompiler, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedParameterError, match="not supported here") as caught:
+        compiler.start(StructuredOutputs(**given))
+    assert said in caught.value.problem
+    assert "malformed" not in str(caught.value)
 
 
 # -- what is small to write, and much work ------------------------------------------------------------------------------

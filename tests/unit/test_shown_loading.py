@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -14,17 +15,21 @@ from outrider.loading.gguf.header import FileProgress, watched_reading
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_bytes_of_a_file_are_shown_on_a_terminal_alone(terminal: bool) -> None:
     paper = io.StringIO()
-    console = Console(file=paper, force_terminal=terminal, width=90)
+    console = Console(file=paper, force_terminal=terminal, width=80)
+    draft = "a-much-smaller-model-of-the-same-family-instruct-q4_k_m.gguf"
     with shown_loading(console, "loading m.gguf") as show, watched_reading(show):
-        for total in (4_000_000, 2_000_000):  # of the target and of its draft model
-            reading = FileProgress(total)
+        for name, total in (("m.gguf", 4_000_000), (draft, 2_000_000)):
+            reading = FileProgress(f"/somewhere/far/away/{name}", total)
             for _ in range(4):
                 reading.advance(total // 4)
-    FileProgress(1_000).advance(500)  # nobody looks any more
+    FileProgress("m.gguf", 1_000).advance(500)  # nobody looks any more
     shown = paper.getvalue()
     assert shown.startswith("\x1b") is terminal
     assert ("4.0/4.0 MB" in shown) is ("2.0/2.0 MB" in shown) is terminal
     assert "bytes" not in shown
+    bars = [line for line in re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", shown) if line.strip()]
+    assert ("m.gguf" in "".join(bars)) is ("a-much-smaller-mo…ruct-q4_k_m.gguf" in "".join(bars)) is terminal
+    assert "somewhere" not in shown
 
 
 def test_a_bar_ends_with_a_load_that_fails() -> None:
@@ -33,7 +38,7 @@ def test_a_bar_ends_with_a_load_that_fails() -> None:
 
     def fail() -> None:
         with shown_loading(console, "loading m.gguf") as show:
-            show(500, 1_000)
+            show("m.gguf", 500, 1_000)
             raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):

@@ -21,7 +21,7 @@ from outrider.lab.measure.figures import Spread
 from outrider.lab.tune.results import Row, TuningResults, best, recommend
 from outrider.lab.tune.shadow import Shadow, expected_passes
 from outrider.lab.tune.traffic import read_traffic, recorded_traffic
-from outrider.lab.tune.tuner import predict
+from outrider.lab.tune.tuner import clearly_best, predict
 from outrider.prompts import PromptEncoder
 from outrider.records import DataSettings, Manifest, Record, TargetFacts, write_shard
 
@@ -263,3 +263,32 @@ def test_the_table_is_kept_as_csv_too() -> None:
     assert [line["way"] for line in lines] == [each.name for each in rows]
     assert (lines[1]["predicted"], lines[1]["measured"]) == ("", "1.5")
     assert TuningResults.model_validate_json(found.model_dump_json()) == found
+
+
+# -- an early end ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spreads", "left"),
+    [
+        ({"none": (1.0, 1.0), "a": (0.7, 0.9), "b": (0.5, 0.99)}, ["none"]),
+        ({"none": (1.0, 1.0), "a": (1.4, 1.6), "b": (1.1, 1.3)}, ["a"]),
+        ({"none": (1.0, 1.0), "a": (1.4, 1.6), "b": (1.1, 1.5)}, ["a", "b"]),
+        ({"none": (1.0, 1.0), "a": (0.9, 1.2), "b": (0.8, 0.95)}, ["none", "a"]),
+        ({"none": (1.0, 1.0), "a": None, "b": (1.1, 1.2)}, ["a", "b"]),
+    ],
+    ids=["plain", "one", "two", "near plain", "disturbed"],
+)
+def test_a_way_stops_when_another_one_is_clearly_faster(
+    spreads: dict[str, Any], left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all rounds of a way are slower than all rounds of another one; one whose rounds cannot be true goes on."""
+
+    def spread(own: Any, plain: Any) -> Spread | None:
+        found = spreads[own[0]]
+        return None if found is None else Spread(median=sum(found) / 2, low=found[0], high=found[1])
+
+    monkeypatch.setattr("outrider.lab.tune.tuner.believed_speedup", spread)
+    runs: Any = {name: [name] * 3 for name in spreads}
+    assert clearly_best(runs, "none") == left
+    assert clearly_best({**runs, "stopped": ["none"]}, "none") == left, "one that has stopped does not come back"

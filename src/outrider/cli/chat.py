@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli import options
-from outrider.errors import OutriderError
+from outrider.cli.lines import QUOTES, Reader, reader
+from outrider.errors import InputError, InvalidParameterError, OutriderError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -19,9 +24,31 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.llm import LLM
-    from outrider.params import SamplingParams
+    from outrider.params import CompletionOutput, SamplingParams
 
-_HELP = "/help shows this, /reset forgets the conversation, /exit, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+_HELP = f"""\
+/help                  shows this
+/clear                 forgets the conversation
+/save FILE, /load FILE writes it as JSON, and goes on with one
+/set system TEXT       what the model is told first; without TEXT nothing
+/set temperature 0.7   and top_p, top_k, min_p, max_tokens, seed, repetition_penalty, presence_penalty, frequency_penalty
+/stats                 how fast it is, and how the drafts fare
+/bye or Ctrl-D         leaves; Ctrl-C stops an answer
+{QUOTES} begins and ends a message of several lines, Alt-Enter begins a new one, and pasted lines are one message"""
+#: What `/set` changes beside the system message.
+_SETTINGS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+#: A line that is for the program. A path, as /usr/bin, is none.
+_COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?")
 
 
 def chat(
@@ -76,63 +103,186 @@ def chat(
         activations=activations,
         draft_quantization=draft_quantization,
     )
-    opening = [{"role": "system", "content": system}] if system else []
-    llm.chat_prompt([*opening, {"role": "user", "content": "hello"}])  # refuse now, not after the first question
-    notes.print(_HELP, style="dim")
-    _converse(llm, opening, params, console, notes)
+    params = options.usual_sampling(llm, params, notes)
+    talk = Conversation(llm, params, system, console, notes)
+    llm.chat_prompt([*talk.messages, {"role": "user", "content": "hello"}])  # refuse now, not after the first question
+    notes.print("/help shows what there is beside questions, /bye or Ctrl-D leaves, Ctrl-C stops an answer", style="dim")
+    talk.run(reader(console, notes))
 
 
-def _converse(llm: LLM, opening: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console) -> None:
-    messages = list(opening)
-    while True:
+class Conversation:
+    """What is said, and how it goes on.
+
+    Args:
+        llm: Who answers.
+        params: How.
+        system: What it is told first; None for nothing.
+        console: Where answers are written.
+        notes: Where everything else is.
+    """
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, console: Console, notes: Console) -> None:
+        self._llm, self.params, self.system = llm, params, system
+        self._console, self._notes = console, notes
+        self.turns: list[dict[str, str]] = []
+        self._last: tuple[CompletionOutput, float] | None = None
+        self._commands: dict[str, Callable[[str], object]] = {
+            "help": lambda _: self._say(_HELP),
+            "clear": lambda _: self._clear(),
+            "reset": lambda _: self._clear(),
+            "save": self._save,
+            "load": self._load,
+            "set": self._set,
+            "stats": lambda _: self._show_stats(),
+        }
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """All that was said, as the model reads it."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def run(self, ask: Reader) -> None:
+        """Until whoever asks leaves."""
+        while (line := ask()) is not None:
+            found = None if "\n" in line.text or line.is_quoted else _COMMAND.fullmatch(line.text.strip())
+            if found is None:
+                if line.text.strip():
+                    self._turn(line.text.strip())
+            elif found[1] in ("bye", "exit", "quit"):
+                return
+            else:
+                self._obey(found[1], (found[2] or "").strip())
+
+    def _obey(self, name: str, rest: str) -> None:
+        if name not in self._commands:
+            self._say(f"there is no command /{name}. /help shows those that there are", style="yellow")
+            return
         try:
-            question = console.input("[bold]> [/bold]").strip()
-        except (EOFError, KeyboardInterrupt):
-            console.print()
+            self._commands[name](rest)
+        except (OutriderError, OSError) as error:
+            self._say(f"outrider: {error}", style="red")
+
+    def _turn(self, question: str) -> None:
+        """One question and its answer. A question that cannot be answered is reported and forgotten, and so is one whose
+        answer was stopped before it began."""
+        self.turns.append({"role": "user", "content": question})
+        written = ""
+        try:
+            written = self._answer()
+        except OutriderError as error:
+            self._say(f"outrider: {error}", style="red")
+        if written:
+            self.turns.append({"role": "assistant", "content": written})
+        else:
+            self.turns.pop()
+
+    def _answer(self) -> str:
+        """Stream one turn; an interrupt ends it between two steps and keeps what was written so far."""
+        from outrider.cli.render import Wrapped, ending, write_closing
+
+        start, written, paper = perf_counter(), "", Wrapped(self._console)
+        stream = self._llm.stream(self._llm.chat_prompt(self.messages), self.params)
+        with _no_echo(), _interrupts() as interrupted:
+            for piece in stream:
+                paper.write(piece.spans)
+                written += piece.text
+                if piece.output is not None:
+                    paper.finish()
+                    self._console.print()
+                    self._last = (piece.output, perf_counter() - start)
+                    ended = ending(piece.output, self.params)
+                    write_closing(self._notes, len(piece.output.token_ids), self._last[1], piece.output.stats, ended)
+                elif interrupted():
+                    stream.close()  # type: ignore[attr-defined]
+                    paper.finish()
+                    self._console.print()
+                    self._say("stopped")
+                    break
+        return written
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        self.turns = []
+        self._say("the conversation is forgotten")
+
+    def _save(self, name: str) -> None:
+        path = _path(name, "save")
+        path.write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n", "utf-8")
+        self._say(f"written to {path}: {len(self.turns)} messages")
+
+    def _load(self, name: str) -> None:
+        path = _path(name, "load")
+        try:
+            found = json.loads(path.read_text("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameterError("load", name, f"it is not JSON ({error})", "Give what /save has written.") from None
+        known = isinstance(found, list) and all(
+            isinstance(each, dict) and all(isinstance(each.get(field), str) for field in ("role", "content"))
+            for each in found
+        )
+        if not known:
+            raise InvalidParameterError("load", name, "it is no conversation", "Give what /save has written.")
+        has_system = bool(found) and found[0]["role"] == "system"
+        self.system, self.turns = (found[0]["content"], found[1:]) if has_system else (self.system, found)
+        self._say(f"{len(self.turns)} messages from {path}")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        value = value.strip().removeprefix(QUOTES).removesuffix(QUOTES)
+        if name == "system":
+            self.system = value or None
+            self._say("the model is told this first" if value else "the model is told nothing first")
             return
-        if question in ("/exit", "/quit"):
+        if name not in _SETTINGS:
+            remedy = f"Use system, {', '.join(_SETTINGS)}."
+            raise InvalidParameterError("set", name, "there is no such setting", remedy)
+        try:
+            number: Any = None if value in ("", "none") and name == "seed" else json.loads(value)
+        except ValueError:
+            raise InvalidParameterError(name, value, "no number", f"Write a number, as /set {name} 1.") from None
+        self.params = self.params.replace(**{name: number})
+        self._say(f"{name} is {number}")
+
+    def _show_stats(self) -> None:
+        from outrider.cli.render import write_closing
+
+        if self._last is None:
+            self._say("nothing was answered yet")
             return
-        if question == "/help":
-            notes.print(_HELP, style="dim")
-        elif question == "/reset":
-            messages = list(opening)
-        elif question:
-            messages = _turn(llm, [*messages, {"role": "user", "content": question}], params, console, notes)
+        output, seconds = self._last
+        write_closing(self._notes, len(output.token_ids), seconds, output.stats, "the last answer")
+        context = self._llm.engine.runner.loaded.max_model_len
+        used = len(self._llm.chat_prompt(self.messages)) if self.turns else 0
+        self._say(f"the conversation has {used:,} of {context:,} tokens, in {len(self.turns)} messages")
+
+    def _say(self, text: str, style: str = "dim") -> None:
+        self._notes.print(text, style=style, markup=False)
 
 
-def _turn(
-    llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console
-) -> list[dict[str, str]]:
-    """The conversation after one answer; a question that cannot be answered is reported and forgotten."""
+def _path(name: str, command: str) -> Path:
+    if not name:
+        raise InputError(command, name, "there is no name of a file", f"Write /{command} FILE.")
+    return Path(name).expanduser()
+
+
+@contextmanager
+def _no_echo() -> Iterator[None]:
+    """Keep a terminal from writing ^C, or what is typed meanwhile, into an answer."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    now = termios.tcgetattr(number)
+    now[3] &= ~(termios.ECHO | termios.ECHOCTL)
+    termios.tcsetattr(number, termios.TCSANOW, now)
     try:
-        return [*messages, {"role": "assistant", "content": _answer(llm, messages, params, console, notes)}]
-    except OutriderError as error:
-        notes.print(f"outrider: {error}", style="red", markup=False)
-        return messages[:-1]
-
-
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, console: Console, notes: Console) -> str:
-    """Stream one turn; an interrupt ends it between two steps and keeps what was written so far."""
-    from outrider.cli.render import Wrapped, ending, write_closing
-
-    start, written, paper = perf_counter(), "", Wrapped(console)
-    stream = llm.stream(llm.chat_prompt(messages), params)
-    with _interrupts() as interrupted:
-        for piece in stream:
-            paper.write(piece.spans)
-            written += piece.text
-            if piece.output is not None:
-                paper.finish()
-                console.print()
-                spent = perf_counter() - start
-                ended = ending(piece.output, params)
-                write_closing(notes, len(piece.output.token_ids), spent, piece.output.stats, ended)
-            elif interrupted():
-                stream.close()  # type: ignore[attr-defined]
-                paper.finish()
-                console.print(" [dim](stopped)[/dim]")
-                break
-    return written
+        yield
+    finally:
+        termios.tcsetattr(number, termios.TCSANOW, before)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.params import CompletionOutput, RequestOutput, SamplingParams
 
+#: A text to go on from, or a conversation to answer.
+_Prompt = str | list[dict[str, str]]
 #: Options of the command that are passed on as they are, to the parameters and to the model.
 _SAMPLING = (
     "max_tokens",
@@ -86,13 +88,16 @@ def generate(
     draft_quantization: options.DraftQuantization = None,
     batch_invariant: options.BatchInvariant = False,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at a time.")] = 32,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on from the prompts themselves, also where the model has a chat template.")
+    ] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly, and show the speedup.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text: requests with their samples.")
     ] = False,
     no_color: options.NoColor = False,
 ) -> None:
-    """Complete prompts from --prompt, --file or standard input."""
+    """Complete prompts from --prompt, --file or standard input. A model with a chat template answers them."""
     given = dict(locals())
     from rich.console import Console
 
@@ -105,13 +110,24 @@ def generate(
     )
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
     llm = options.load(notes, model, settings, **{name: given[name] for name in _LOADING})
-    if not _answer(llm, prompts, params, notes, as_json=as_json, compare=compare, no_color=no_color):
+    told = Console(stderr=True, quiet=True) if as_json else notes  # what follows is for people
+    params, asked = options.usual_sampling(llm, params, told), _asked(llm, prompts, told, raw=raw)
+    if not _answer(llm, prompts, asked, params, notes, as_json=as_json, compare=compare, no_color=no_color):
         raise typer.Exit(1)
+
+
+def _asked(llm: LLM, prompts: list[str], notes: Console, *, raw: bool) -> list[_Prompt]:
+    """The prompts as the model was trained to read them: as questions, where it has a chat template."""
+    if raw or getattr(llm.tokenizer, "chat_template", None) is None:
+        return list(prompts)
+    notes.print("answered through the model's chat template; --raw goes on from the prompt itself", style="dim")
+    return [[{"role": "user", "content": prompt}] for prompt in prompts]
 
 
 def _answer(
     llm: LLM,
     prompts: list[str],
+    asked: list[_Prompt],
     params: SamplingParams,
     notes: Console,
     *,
@@ -123,10 +139,10 @@ def _answer(
     if compare and not llm.speculation.enabled:
         notes.print("no method: plain decoding beside itself. Give --draft-model, or --method suffix.", style="yellow")
     if as_json:
-        return _as_json(llm, prompts, params, notes, compare=compare)
-    if len(prompts) == 1 and params.n == 1:
-        return _stream(llm, prompts[0], params, notes, no_color=no_color, compare=compare)
-    given = prompts if len(prompts) > 1 else prompts[0]
+        return _as_json(llm, prompts, asked, params, notes, compare=compare)
+    if len(asked) == 1 and params.n == 1:
+        return _stream(llm, asked[0], params, notes, no_color=no_color, compare=compare)
+    given = asked if len(asked) > 1 else asked[0]
     return _batch(llm, given, params, notes, no_color=no_color, compare=compare)
 
 
@@ -182,7 +198,7 @@ def _standard_input() -> str:
     return text
 
 
-def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
+def _stream(llm: LLM, prompt: _Prompt, params: SamplingParams, notes: Console, *, no_color: bool, compare: bool) -> bool:
     """One prompt, shown as it is written; closing line on standard error. One that cannot be served raises."""
     from rich.console import Console
 
@@ -194,10 +210,11 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
     members = members_of(llm.speculation, params)
     styles = palette(members)
     start, final = perf_counter(), None
-    stream = llm.stream(prompt, params)  # a prompt that is refused is not echoed
+    read = prompt if isinstance(prompt, str) else llm.chat_prompt(prompt)
+    stream = llm.stream(read, params)  # a prompt that is refused is not echoed
     if notes.is_terminal and members:
         notes.print(legend(members))
-    if llm.engine.runner.loaded.encoder is None:  # else the text does not go on from it
+    if isinstance(prompt, str) and llm.engine.runner.loaded.encoder is None:  # else the text does not go on from it
         write(paper, [(prompt, "prompt")])
     for piece in stream:
         write(paper, sources(piece), styles)
@@ -215,7 +232,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams, notes: Console, *, no
 
 
 def _batch(
-    llm: LLM, prompts: str | list[str], params: SamplingParams, notes: Console, *, no_color: bool, compare: bool
+    llm: LLM, prompts: _Prompt | list[_Prompt], params: SamplingParams, notes: Console, *, no_color: bool, compare: bool
 ) -> bool:
     """Several prompts or samples: a progress bar, then the texts; returns as _answer does."""
     from rich.console import Console
@@ -288,42 +305,50 @@ def _spans_of(llm: LLM, completion: CompletionOutput) -> Iterator[tuple[str, str
         left -= min(left, len(piece))
 
 
-def _run(llm: LLM, prompts: str | list[str], params: SamplingParams, **kwargs: Any) -> _Run:
+def _is_one(prompts: _Prompt | list[_Prompt]) -> bool:
+    return isinstance(prompts, str) or isinstance(prompts[0], dict)
+
+
+def _run(llm: LLM, prompts: _Prompt | list[_Prompt], params: SamplingParams, **kwargs: Any) -> _Run:
     """Generate for all prompts; one that fails raises where it is given by itself and not in a list."""
     llm.stats.reset()
     start = perf_counter()
-    outputs = llm.generate(prompts, params, **kwargs)
+    first = prompts if _is_one(prompts) else prompts[0]
+    write: Any = llm.generate if isinstance(first, str) else llm.chat
+    outputs = write(prompts, params, **kwargs)
     return _Run(outputs, perf_counter() - start, llm.stats.shares())
 
 
-def _warm_up(llm: LLM, prompts: str | list[str], params: SamplingParams) -> None:
+def _warm_up(llm: LLM, prompts: _Prompt | list[_Prompt], params: SamplingParams) -> None:
     """A few tokens either way, so that a comparison gives the first run no cold start and the second no cached prompt."""
     short = params.replace(max_tokens=4, min_tokens=0)
     _run(llm, prompts, short)
     _run(llm, prompts, short, speculation="none")
 
 
-def _run_with_progress(llm: LLM, prompts: str | list[str], params: SamplingParams, notes: Console) -> _Run:
+def _run_with_progress(llm: LLM, prompts: _Prompt | list[_Prompt], params: SamplingParams, notes: Console) -> _Run:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("writing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
-        task = progress.add_task("", total=1 if isinstance(prompts, str) else len(prompts))
+        task = progress.add_task("", total=1 if _is_one(prompts) else len(prompts))
         return _run(llm, prompts, params, on_finished=lambda _: progress.advance(task))
 
 
-def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, notes: Console, *, compare: bool) -> bool:
+def _as_json(
+    llm: LLM, prompts: list[str], asked: list[_Prompt], params: SamplingParams, notes: Console, *, compare: bool
+) -> bool:
     """One object, of one shape whatever was given; returns as _answer does."""
     if compare:
-        _warm_up(llm, prompts, params)
-    run = _run(llm, prompts, params)
+        _warm_up(llm, asked, params)
+    run = _run(llm, asked, params)
     answer: dict[str, Any] = {
-        "requests": [_request_json(output) for output in run.outputs],
+        "requests": [_request_json(prompt, output) for prompt, output in zip(prompts, run.outputs, strict=True)],
         "tokens_per_second": run.tokens_per_second,
         "time_shares": run.shares,
     }
     if compare:
-        plain = _run(llm, prompts, params, speculation="none")
+        plain = _run(llm, asked, params, speculation="none")
         answer["plain_tokens_per_second"] = plain.tokens_per_second
         answer["speedup"] = run.tokens_per_second / plain.tokens_per_second if plain.num_tokens else None
         answer["identical"] = _identical(params, _samples(plain), _samples(run))
@@ -331,14 +356,14 @@ def _as_json(llm: LLM, prompts: list[str], params: SamplingParams, notes: Consol
     return _all_served(llm, params, run, notes)
 
 
-def _request_json(output: RequestOutput) -> dict[str, Any]:
+def _request_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
     """A prompt with its samples, or with the error that says why there are none."""
     from outrider.cli.render import completion_json
 
     if output.error is not None:
         error = {"type": type(output.error).__name__, "message": str(output.error)}
-        return {"prompt": output.prompt, "error": error}
-    return {"prompt": output.prompt, "samples": [completion_json(completion) for completion in output.outputs]}
+        return {"prompt": prompt, "error": error}
+    return {"prompt": prompt, "samples": [completion_json(completion) for completion in output.outputs]}
 
 
 def _show_comparison(notes: Console, llm: LLM, plain: _Run, tokens_per_second: float) -> None:

@@ -85,10 +85,14 @@ _caught = False
 
 
 def watch() -> None:
-    """Take Ctrl-C over for the rest of the process, unless whoever started the command had it ignored."""
+    """Take Ctrl-C over for the rest of the process, unless whoever started the command had it ignored. SIGHUP ends no
+    server."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _unraisable
+    verb = next((given for given in sys.argv[1:] if not given.startswith("-")), None)
+    if verb == "serve" and hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its profile is not read yet; later the server has a use for it
 
 
 def caught() -> bool:

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
     from outrider.llm import LLM
     from outrider.loading.gguf.header import ShowReading
+    from outrider.params import SamplingParams
 
 # --- Options that several verbs share, and the objects they stand for.
 
 
 Model = Annotated[
-    str | None, typer.Argument(help="Local folder or hub id; without one, the embedded default pair.", show_default=False)
+    str | None,
+    typer.Argument(help="Local folder, GGUF file or hub id; without one, the embedded pair.", show_default=False),
 ]
 Wide = Annotated[
     bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters, where speculation gains.")
@@ -204,6 +206,30 @@ def sampling(**given: Any) -> Any:
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
+#: What decides how a token is drawn, and what llama.cpp takes for it where neither its user nor a file says anything.
+_LLAMA_CPP = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+
+
+def usual_sampling(llm: LLM, asked: SamplingParams, notes: Console) -> SamplingParams:
+    """The parameters that were asked for, and what the model's own files say of the others. Where they say nothing of
+    sampling, as most GGUF files, tokens are drawn as by llama.cpp: the whole vocabulary of a model of 4 bits reads badly.
+
+    Args:
+        llm: The model.
+        asked: What the caller has set; its other fields do not count.
+        notes: Where it is said.
+    """
+    usual, given = llm.default_params, {name: getattr(asked, name) for name in asked.model_fields_set}
+    says = _LLAMA_CPP.keys() & usual.model_fields_set
+    if llm.engine.runner.loaded.name.endswith(".gguf") and not says:
+        usual = usual.replace(**_LLAMA_CPP)
+        taken = {name: value for name, value in _LLAMA_CPP.items() if name not in given}
+        if taken and given.get("temperature") != 0:
+            said = ", ".join(f"{name} {value:g}" for name, value in taken.items())
+            notes.print(f"the file says nothing of sampling, so as llama.cpp does: {said}", style="dim")
+    return usual.replace(**given)
+
+
 def load(console: Console, model: str | None, settings: Any, **options: Any) -> LLM:
     """Load the target and its proposer behind a spinner, or a bar where a GGUF file is read.
 
@@ -244,26 +270,30 @@ def shown_loading(console: Console, text: str) -> Iterator[ShowReading]:
         What is to be told of bytes that have been read.
     """
     if not console.is_terminal:
-        yield lambda done, total: None
+        yield lambda name, done, total: None
         return
     with console.status(text) as status:
-        bar = _Bar(console, status, text)
+        bar = _Bar(console, status)
         try:
             yield bar.show
         finally:
             bar.end()
 
 
+#: Characters of a file's name, so that a line of 80 has room for all that stands behind it.
+_NAME = 34
+
+
 class _Bar:
     """Takes turns with a spinner, since a console shows one moving thing at a time."""
 
-    def __init__(self, console: Console, status: Status, text: str) -> None:
-        self._console, self._status, self._text = console, status, text
+    def __init__(self, console: Console, status: Status) -> None:
+        self._console, self._status = console, status
         self._bars: Progress | None = None
 
-    def show(self, done: int, total: int) -> None:
+    def show(self, name: str, done: int, total: int) -> None:
         if self._bars is None:
-            self._begin(total)
+            self._begin(name, total)
         assert self._bars is not None, "it has begun"
         self._bars.update(self._bars.task_ids[0], completed=done)
         if done >= total:
@@ -275,11 +305,12 @@ class _Bar:
             self._bars.stop()
             self._bars = None
 
-    def _begin(self, total: int) -> None:
+    def _begin(self, name: str, total: int) -> None:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._status.stop()
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), BarColumn(12), DownloadColumn(), TimeRemainingColumn())
         self._bars = Progress(*columns, console=self._console, transient=True)
-        self._bars.add_task(self._text, total=total)
+        shown = name if len(name) <= _NAME else f"{name[: _NAME // 2]}…{name[-_NAME // 2 + 1 :]}"
+        self._bars.add_task(shown, total=total)
         self._bars.start()

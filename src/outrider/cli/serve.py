@@ -15,12 +15,11 @@ from outrider.cli import options
 from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from outrider.building import Profile
     from outrider.config import ModelConfig
     from outrider.llm import LLM
     from outrider.loading.fit import Needs
+    from outrider.server.connections import Listener
     from outrider.server.recorder import RecordFolder
     from outrider.server.replicas.machines import Machine, Share
     from outrider.server.requests import ServerSettings
@@ -51,6 +50,7 @@ AllowOrigin = Annotated[
 Port = Annotated[int, typer.Option(help="0 takes a free one, and 65535 is the highest.")]
 Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
 Template = Annotated[Path | None, typer.Option(help="A file with a chat template, in place of the model's.")]
+ToolParser = Annotated[str | None, typer.Option(help="How the model writes calls of tools; its chat template tells.")]
 KeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -84,7 +84,18 @@ MaxValues = Annotated[int, typer.Option(help="Names and values in the body of on
 MaxItems = Annotated[int, typer.Option(help="Entries of logit_bias, of bad_words, or of a list of token ids.")]
 MaxCharacters = Annotated[int, typer.Option(help="Characters of all stop strings, or of all bad_words.")]
 StepSeconds = Annotated[float, typer.Option(help="An engine whose step takes longer hangs: /health says so.")]
-RequestSeconds = Annotated[float | None, typer.Option(help="A request that takes longer is ended.")]
+RequestSeconds = Annotated[
+    float | None, typer.Option(help="A request that takes longer, from its first byte on, is ended.")
+]
+HeaderSeconds = Annotated[
+    float | None, typer.Option(help="A connection without the headers of a request is ended then; 30 unless given.")
+]
+BodySeconds = Annotated[float | None, typer.Option(help="A body that takes longer to come is refused; 60 unless given.")]
+TemplateSeconds = Annotated[float, typer.Option(help="CPU that the chat template may take for one conversation.")]
+TemplateMib = Annotated[int, typer.Option(help="Memory that it may take.")]
+MaxConnections = Annotated[
+    int | None, typer.Option(help="Connections at a time; as many as files leave room for, up to 16384, unless given.")
+]
 DrainSeconds = Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.")]
 StalledSeconds = Annotated[
     int | None, typer.Option(help="A client that takes nothing for so long is cut off; 60 unless given.")
@@ -118,6 +129,11 @@ _LIMITS = (
     "max_body_values",
     "step_seconds",
     "request_seconds",
+    "header_seconds",
+    "body_seconds",
+    "template_seconds",
+    "template_mib",
+    "tool_parser",
 )
 
 
@@ -138,6 +154,7 @@ def serve(
     allow_origin: AllowOrigin = None,
     served_model_name: Name = None,
     chat_template: Template = None,
+    tool_parser: ToolParser = None,
     api_key_file: KeyFile = None,
     record: Record = None,
     dtype: options.DType = "auto",
@@ -161,6 +178,11 @@ def serve(
     max_list_characters: MaxCharacters = 16 * 2**10,
     step_seconds: StepSeconds = 120.0,
     request_seconds: RequestSeconds = None,
+    header_seconds: HeaderSeconds = None,
+    body_seconds: BodySeconds = None,
+    max_connections: MaxConnections = None,
+    template_seconds: TemplateSeconds = 2.0,
+    template_mib: TemplateMib = 512,
     drain_seconds: DrainSeconds = 30,
     stalled_seconds: StalledSeconds = None,
     ssl_certfile: Certificate = None,
@@ -170,7 +192,12 @@ def serve(
     _check_seconds("drain_seconds", drain_seconds, 0)
     _check_seconds("stalled_seconds", stalled_seconds, 1)
     if replicas is not None:
-        check_replicas(replicas, stalled_seconds, record)
+        of_connections = {
+            "header_seconds": header_seconds,
+            "body_seconds": body_seconds,
+            "max_connections": max_connections,
+        }
+        check_replicas(replicas, {"stalled_seconds": stalled_seconds, **of_connections}, record)
     if wide:
         served_model_name = served_model_name or "outrider-wide"
         model, usual = options.wide_pair(model, method, draft_model, dtype)
@@ -192,17 +219,20 @@ def serve(
         run_replicas(make, replicas, model, settings, loading, limits, keys, drain_seconds=drain_seconds, **address, **tls)
         return
     from outrider.server.errors import log
+    from outrider.server.run import Hangups
     from outrider.server.run import serve as run
 
     log("loading", {"model": limits.model_name, "from": model or "the embedded pair"})
-    run(make(records=records, **loading), place, drain_seconds=drain_seconds, profile=profile, **tls)
+    hangups = Hangups()  # before the profile is read
+    run(make(records=records, **loading), place, hangups, drain_seconds=drain_seconds, profile=profile, **tls)
 
 
-def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, RecordFolder | None, socket]:
+def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, RecordFolder | None, Listener]:
     """The server's settings, its keys, the folder of its records if any, and a place where clients reach it, from the
     options of the command."""
     _check_installed()
     from outrider.server.access import allowed_hosts, allowed_origins
+    from outrider.server.connections import raise_file_limit, room_for_connections
     from outrider.server.errors import log, write_logs
     from outrider.server.requests import ServerSettings
     from outrider.server.run import check_tls, listen
@@ -212,14 +242,23 @@ def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, RecordFolder 
     keys, host = ApiKeys.of(given["api_key_file"]), given["host"]
     hosts = allowed_hosts(host, given["allowed_host"] or (), has_keys=bool(keys))
     origins = allowed_origins(given["allow_origin"] or ())
-    limits = ServerSettings(model_name=name, hosts=hosts, origins=origins, **{name: given[name] for name in _LIMITS})
+    limits = ServerSettings(model_name=name, hosts=hosts, origins=origins, **_given(given, _LIMITS))
     records = None if given["record"] is None else _record_folder(given["record"], keys)
     check_tls(given["ssl_certfile"], given["ssl_keyfile"])
-    place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS)
+    files = raise_file_limit()
+    most = room_for_connections(files, given["max_connections"])
+    place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS, most)
     write_logs()
+    if given["replicas"] is None:
+        log("connections have room", {"max_connections": most, "files": files})
     if not keys and host not in _LOOPBACK:
         log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
     return limits, keys, records, place
+
+
+def _given(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of the options that have a value; others have the usual one."""
+    return {name: options[name] for name in names if options[name] is not None}
 
 
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:
@@ -316,13 +355,14 @@ _TARGET_SETTINGS = (
 )
 
 
-def check_replicas(count: int, stalled_seconds: int | None, record: Path | None) -> None:
+def check_replicas(count: int, connections: dict[str, float | None], record: Path | None) -> None:
     """Raise where so many replicas cannot be, or not here."""
     if count < 1:
         raise InvalidParameterError("replicas", count, "somebody must write", "Use 1 or more, or leave --replicas out.")
-    if stalled_seconds is not None:
-        problem = "with --replicas Ray Serve has the connections, and it knows no such limit"
-        raise ContradictionError("stalled_seconds", stalled_seconds, problem, "Leave one of them out.")
+    for name, value in connections.items():
+        if value is not None:
+            problem = "with --replicas Ray Serve has the connections, and it knows no such limit"
+            raise ContradictionError(name, value, problem, "Leave one of them out.")
     if record is not None:
         problem = "with --replicas several servers would write to one folder"
         raise ContradictionError("record", str(record), problem, "Leave one of them out.")

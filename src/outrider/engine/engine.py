@@ -184,7 +184,9 @@ class Engine:
     def _sequence(self, request: Request, index: int, start: GrammarState | None) -> Sequence:
         loaded = self.runner.loaded
         grammar = start if start is None or index == 0 else start.copy()
-        text = TextStream[tuple[TokenOrigin, str | None]](loaded.tokenizer, request.params.stop)
+        text = TextStream[tuple[TokenOrigin, str | None]](
+            loaded.tokenizer, request.params.stop, request.options.shown_tokens
+        )
         state = self.runner.memory.state(request.options.namespace, request.source_token_ids)
         return Sequence(next(self._seq_ids), request, index, text, loaded.max_model_len, state, grammar)
 

@@ -22,13 +22,14 @@ class TextStream(Generic[Source]):
     Args:
         tokenizer: A transformers tokenizer, or None, and then the text stays empty.
         stop: Strings that end the text and are cut from it.
+        shown: Special tokens that stand in the text.
     """
 
-    def __init__(self, tokenizer: Any | None, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Any | None, stop: tuple[str, ...], shown: frozenset[int] = frozenset()) -> None:
         self._tokenizer: Any = tokenizer
         self._stop = stop_strings(stop)
         self._node = 0  # the automaton's, of the text so far
-        self._pieces = None if tokenizer is None else TextPieces(tokenizer)
+        self._pieces = None if tokenizer is None else TextPieces(tokenizer, shown)
         self._token_ids: list[int] = []
         self._marks: list[tuple[int, Source]] = []  # (end of text, source) of each token
         self._released = 0  # characters handed out
@@ -98,24 +99,31 @@ class TextPieces:
 
     Args:
         tokenizer: A transformers tokenizer.
+        shown: Special tokens that stand in the text; behind each of them the text begins anew.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, shown: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         self._stream = DecodeStream(skip_special_tokens=True)
         self._waiting: list[int] = []  # tokens behind the last piece
 
     def add(self, token_id: int) -> str:
         """What this token adds; "" while a character is incomplete."""
+        found: str | None
+        if token_id in self._shown:
+            piece = f"{self.rest()}{self._tokenizer.decode([token_id], skip_special_tokens=False)}"
+            self._stream, self._waiting = DecodeStream(skip_special_tokens=True), []
+            return piece
         self._waiting.append(token_id)
         try:
-            piece: str | None = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
+            found = self._stream.step(self._tokenizer.backend_tokenizer, token_id)
         except Exception:  # the stream's only fault: what it has handed out is no longer the beginning of the text
-            piece = self.rest()
+            found = self.rest()
             self._stream = DecodeStream(ids=self._waiting, skip_special_tokens=True)
-        if piece:
+        if found:
             self._waiting = []
-        return piece or ""
+        return found or ""
 
     def rest(self) -> str:
         """The text of the tokens behind the last piece; a character that never became whole shows as U+FFFD."""

@@ -289,6 +289,11 @@ class DecoderKernel:
         return self._packed[0].qkv.kernels
 
     @property
+    def tokens_at_once(self) -> int | None:
+        """How many tokens, one behind another, have logits together or have none. None where all must have some."""
+        return None if self.head is None or self.head.tail is not None else self._library.panel(self.real)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of weights that a pass of one row reads."""
         return sum(each.nbytes for each in (self.head, *self._packed) if each is not None)
@@ -333,7 +338,11 @@ class DecoderKernel:
             self.use_memory(before)
 
     def forward(
-        self, rows: PassRows, aux_layers: Sequence[int] = (), mixed: Sequence[MixerRows | None] = ()
+        self,
+        rows: PassRows,
+        aux_layers: Sequence[int] = (),
+        mixed: Sequence[MixerRows | None] = (),
+        head_panels: np.ndarray | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Compute the rows, and write their KV to the memory in use.
 
@@ -341,6 +350,8 @@ class DecoderKernel:
             rows: The rows.
             aux_layers: The hidden states that are wanted.
             mixed: By layer, what rows read and leave where it keeps a running state; empty without such layers.
+            head_panels: int64 [n, 2], ascending ranges of groups of `tokens_at_once` tokens that have logits; those of all
+                others are minus infinity. None computes all.
 
         Returns:
             Logits [num_logits, vocab_size], and the wanted hidden states [num_rows, hidden_size] by their index in
@@ -351,7 +362,8 @@ class DecoderKernel:
             if not -count <= layer < count:
                 raise IndexError(f"hidden states {layer} of {count}")
         aux = {layer % count: self._states_like(len(rows.tokens)) for layer in aux_layers}
-        logits = self._pass(self._decoder, rows, [aux.get(i) for i in range(count)] if aux else [], mixed=mixed)
+        states = [aux.get(i) for i in range(count)] if aux else []
+        logits = self._pass(self._decoder, rows, states, mixed=mixed, head_panels=head_panels)
         return logits, {layer: aux[layer % count] for layer in aux_layers}
 
     def forward_part(
@@ -442,6 +454,7 @@ class DecoderKernel:
         beside: Tensor | None = None,
         *,
         keeps_only: bool = False,
+        head_panels: np.ndarray | None = None,
     ) -> Tensor:
         """Call the kernels once. Returns logits [num_logits, vocab_size].
 
@@ -454,12 +467,15 @@ class DecoderKernel:
             mixed: What rows read and leave in each layer.
             beside: What attention reads before the hidden state.
             keeps_only: Whether the last layer ends with its keys and values.
+            head_panels: As for `forward`.
         """
         num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
         beyond = None if rows.sources is None else _SourceTables(rows.sources)
         assert self.head is not None or not num_logits, "these layers have no logits of their own"
         width, vocab_size = (0, 0) if self.head is None else (self.head.width, self.head.out_features)
         out = torch.empty(num_logits, width, dtype=self.real)
+        if head_panels is not None:
+            out.fill_(-torch.inf)
         lists = [getattr(rows, name) for name in PASS_LISTS]
         numbers = np.array(list(chain.from_iterable(lists)), np.int64)  # one array holds all lists
         begins = accumulate((len(values) for values in lists[:-1]), initial=0)
@@ -483,6 +499,8 @@ class DecoderKernel:
             keeps_only,
             False,
             None if beyond is None else ctypes.addressof(beyond.struct),
+            None if head_panels is None else head_panels.ctypes.data,
+            0 if head_panels is None else len(head_panels),
             out.data_ptr(),
             None if pointers is None else ctypes.addressof(pointers),
             None if given is None else given.data_ptr(),

@@ -246,6 +246,8 @@ class PassStruct(ctypes.Structure):
         ("keeps_only", _I64),
         ("of_sources", _I64),
         ("sources", _POINTER),
+        ("head_ranges", _POINTER),
+        ("num_head_ranges", _I64),
         ("out", _POINTER),
         ("states", _POINTER),
         ("hidden_in", _POINTER),

@@ -11,6 +11,7 @@ from outrider.errors import ContradictionError, InvalidParameterError, ModelLoad
 from outrider.kernels.library import kernel_library
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import attempt
+from outrider.loading.file_limits import check_file_limit
 from outrider.loading.fit import Needs, needs, stored_tensors
 from outrider.loading.gguf.architecture import read_config
 from outrider.loading.gguf.header import GgufFile, is_gguf, mixes_rows, read_gguf, rows_may_be_rounded
@@ -19,9 +20,6 @@ from outrider.loading.quantised import declared, layout_of
 from outrider.loading.sources import check_files, source_options
 
 logger = logging.getLogger(__name__)
-
-#: More layers than any model has. Files that tell how many tensors they hold set a lower limit.
-_MOST_LAYERS = 10_000
 
 
 def read_context(config: ModelConfig) -> int:
@@ -68,6 +66,7 @@ def read_hf_config(config: ModelConfig, source: dict[str, Any]) -> Any:
     check_files(config.model)
     found = attempt(config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source)
     check_decoder(config.model, found)
+    _check_writes_text(config.model, found)
     _check_depth(config.model, found)
     check_rounding(config, found)
     layout = layout_of(config.model, found)  # refuses what is not loaded here
@@ -123,6 +122,18 @@ def check_decoder(name: str, hf_config: Any) -> None:
         raise UnsupportedModelError(
             name, problem, "Use a causal decoder, or a model like T5 or BART that reads and writes text."
         )
+
+
+def _check_writes_text(name: str, hf_config: Any) -> None:
+    """Raise UnsupportedModelError for a checkpoint of a type of which transformers makes no causal language model."""
+    if hf_modules.has_encoder(hf_config) or hf_modules.is_causal(hf_config):
+        return
+    kind = getattr(hf_config, "model_type", type(hf_config).__name__)
+    if any(hasattr(hf_config, f"{sense}_config") for sense in ("vision", "audio")) and hasattr(hf_config, "text_config"):
+        problem = f"it is a multimodal model of type {kind!r}, and of these only some are loaded here, for text alone"
+        raise UnsupportedModelError(name, problem, "Give its language model in a folder of its own, or Gemma 3.")
+    problem = f"it is of type {kind!r}, which is no causal language model"
+    raise UnsupportedModelError(name, problem, "Use a causal language model, like one that is called ...ForCausalLM.")
 
 
 def check_rounding(config: ModelConfig, hf_config: Any) -> None:
@@ -187,7 +198,8 @@ def _check_depth(name: str, hf_config: Any) -> None:
     if not isinstance(layers, int) or layers < 1:
         problem = f"its configuration says num_hidden_layers={layers!r}"
         raise ModelLoadError(name, problem, "Correct config.json: a decoder has 1 layer or more.")
-    most = len(stored_tensors(Path(name))) or _MOST_LAYERS  # a layer has one tensor at least
-    if layers > most:
+    most = len(stored_tensors(Path(name)))  # a layer has one tensor at least
+    if layers > most > 0:
         problem = f"its configuration says num_hidden_layers={layers}, and its files hold no more than {most}"
         raise ModelLoadError(name, problem, "Correct config.json, or download the checkpoint again.")
+    check_file_limit(name, "layers", layers)

@@ -12,7 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, initialization
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.integrations.moe import ExpertsInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as hf_logging
 
@@ -208,6 +211,12 @@ def has_encoder(config: Any) -> bool:
 def reads_text(config: Any) -> bool:
     """Whether transformers has a model of this type that reads text and writes text."""
     return getattr(config, "model_type", None) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+
+def is_causal(config: Any) -> bool:
+    """Whether transformers, or code that the checkpoint brings, has a causal language model of this type."""
+    brought = getattr(config, "auto_map", None) or {}
+    return "AutoModelForCausalLM" in brought or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def decoder_config(config: Any) -> Any:

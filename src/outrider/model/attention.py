@@ -103,6 +103,10 @@ class AttentionBackend(ABC):
         """Bytes of weights that a pass reads, where the backend knows better than the model's parameters say."""
         return None
 
+    def tokens_at_once(self) -> int | None:
+        """How many tokens, one behind another, have logits together or have none. None: all have some in every pass."""
+        return None
+
     def instruction_set(self, model: Any) -> str | None:
         """Of our kernels, where they have a part in a pass; None where all operators are stock ones."""
         return packed_for(model)

@@ -126,6 +126,7 @@ class ForwardContext:
         source_kernel: What attends to the sources where our kernels do.
         running: The running states, where the model has layers with such.
         sources: The sources of its texts, where the model has an encoder.
+        head_panels: The tokens that have logits, as the kernels take them; None for all.
         biases: What a layer adds to products of queries and keys by their distance, [num_heads, num_distances]; the last
             one holds for all greater distances. By layer index; none for layers that add nothing.
     """
@@ -138,6 +139,7 @@ class ForwardContext:
     sources: SourcePass | None = None
     biases: Mapping[int, Tensor] = field(default_factory=dict)
     source_kernel: RowAttention | None = None
+    head_panels: np.ndarray | None = None
     _parts: dict[tuple[int, LayerReach, torch.dtype, int], SeenPart] = field(default_factory=dict)
     _row_parts: dict[tuple[int, LayerReach, int], list[SeenPart]] = field(default_factory=dict)
 

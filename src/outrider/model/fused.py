@@ -68,6 +68,9 @@ class FusedDecoder(AttentionBackend):
     def instruction_set(self, model: Any) -> str | None:
         return self._kernel.kernels
 
+    def tokens_at_once(self) -> int | None:
+        return self._kernel.tokens_at_once
+
     def forward(
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int], part: PartialPass | None = None
     ) -> PassOutput:
@@ -77,7 +80,7 @@ class FusedDecoder(AttentionBackend):
         mixed = self._open_states(context, range(len(context.reaches)) if part is None else part.layers)
         rows, read = self._rows(context, loaded), [] if mixed is None else mixed.rows
         if part is None:
-            out = PassOutput(*self._kernel.forward(rows, aux_layers, read))
+            out = PassOutput(*self._kernel.forward(rows, aux_layers, read, context.head_panels))
         else:
             out = PassOutput(*self._kernel.forward_part(rows, aux_layers, part.layers, part.hidden, read))
         if mixed is not None:

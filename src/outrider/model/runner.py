@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,13 +111,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(
-        self, segments: Sequence[Segment], aux_layers: Sequence[int] = (), part: PartialPass | None = None
+        self,
+        segments: Sequence[Segment],
+        aux_layers: Sequence[int] = (),
+        part: PartialPass | None = None,
+        head_panels: np.ndarray | None = None,
     ) -> ForwardOutput:
-        """Compute every row of `segments` in one pass and leave in the memory what it keeps; `part` chooses layers."""
+        """Compute every row of `segments` in one pass and leave in the memory what it keeps; `part` chooses layers, and
+        `head_panels` the tokens that have logits where the backend can leave some out."""
         batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device)
         running = RunningPass(batch, self._room_for_states(batch)) if self.loaded.running_layers else None
         sources = None if self.loaded.encoder is None else self._sources(batch)
-        context = ForwardContext(batch, self.pool, self._reaches, running=running, sources=sources)
+        context = ForwardContext(batch, self.pool, self._reaches, running=running, sources=sources, head_panels=head_panels)
         out = self.backend.forward(self.loaded, context, aux_layers, part)
         for kept in (running, sources):
             if kept is not None:

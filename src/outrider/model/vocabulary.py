@@ -141,6 +141,16 @@ class ModelVocabulary:
         return tokens[0] if tokens is not None and len(tokens) == 1 and tokens[0] in ids else ids[0]
 
 
+def own_bytes(tokenizer: Any, token_id: int) -> bytes | None:
+    """What one token writes in the middle of a text; None where the tokenizer does not tell."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    token: str | None = None if backend is None else backend.id_to_token(token_id)
+    if token is None:
+        return None
+    added = backend.get_added_tokens_decoder()
+    return token.encode() if token_id in added else next(_written(backend.decoder, [token]))
+
+
 def whole_characters(data: bytes) -> tuple[int, int]:
     """Where whole UTF-8 characters begin and end in these bytes: behind the rest of one that began earlier, and before one
     that is not complete yet."""

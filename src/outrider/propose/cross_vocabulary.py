@@ -22,6 +22,7 @@ from outrider.model.vocabulary import ModelVocabulary
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.bridge import SharedTokens
 from outrider.propose.draft_model import Drafting, DraftModel, DraftModelProposer, Work
+from outrider.propose.draft_vocabulary import DraftVocabulary
 from outrider.propose.settings import ProposerContext
 from outrider.propose.tree import CHAIN
 from outrider.verify.logits import argmax
@@ -59,9 +60,11 @@ class CrossVocabulary(DraftModel):
         bridge = SharedTokens(target, draft, by_text=self.match == "text")
         if self.match == "tokens":
             _check_shared(bridge)
-            return DraftModelProposer(runner, bridge, context.max_num_batched_tokens, self.min_confidence)
+            return DraftModelProposer(
+                runner, bridge, context.max_num_batched_tokens, self.min_confidence, self.drafted_tokens(runner)
+            )
         _check_writable(bridge)
-        return TextProposer(runner, bridge, context.max_num_batched_tokens)
+        return TextProposer(runner, bridge, context.max_num_batched_tokens, self.drafted_tokens(runner))
 
 
 @dataclass
@@ -95,10 +98,17 @@ class TextProposer(DraftModelProposer):
         runner: The draft model with KV memory of its own.
         bridge: Between the vocabularies, by text.
         max_num_batched_tokens: Rows a pass.
+        vocabulary: See `DraftModelProposer`.
     """
 
-    def __init__(self, runner: ModelRunner, bridge: SharedTokens, max_num_batched_tokens: int) -> None:
-        super().__init__(runner, bridge, max_num_batched_tokens)
+    def __init__(
+        self,
+        runner: ModelRunner,
+        bridge: SharedTokens,
+        max_num_batched_tokens: int,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
+        super().__init__(runner, bridge, max_num_batched_tokens, vocabulary=vocabulary)
         self._target, self._draft = bridge.target, bridge.draft
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:

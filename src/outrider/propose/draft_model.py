@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -26,6 +27,7 @@ from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import Bridge, SameVocabulary
+from outrider.propose.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from outrider.propose.settings import Method, ProposerContext, SpeculationConfig
 from outrider.propose.tree import CHAIN
 from outrider.propose.trees.growth import Growth, add_level, level_logits
@@ -49,6 +51,8 @@ class DraftModel(Method):
         revision: Hub revision.
         trust_remote_code: Whether transformers may run code that this checkpoint brings; trust in the target's is another.
         min_confidence: Nothing is drafted behind a token whose own draft probability is smaller. The token itself stays.
+        vocabulary: So many of the first tokens are drafted, and those that texts contain; 0 for all. None leaves rare
+            tokens out where the vocabulary is large (`propose/draft_vocabulary.py`).
     """
 
     name: ClassVar[str] = "draft_model"
@@ -59,6 +63,7 @@ class DraftModel(Method):
     revision: str | None = None
     trust_remote_code: bool = False
     min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
+    vocabulary: int | None = Field(None, ge=0, description="Use 0 for all tokens, a number of tokens, or None.")
 
     @property
     def identity(self) -> Hashable:
@@ -72,7 +77,13 @@ class DraftModel(Method):
 
     def build(self, context: ProposerContext) -> Proposer:
         runner, bridge = self.runner(context), SameVocabulary(context.vocab_size)
-        return DraftModelProposer(runner, bridge, context.max_num_batched_tokens, self.min_confidence)
+        return DraftModelProposer(
+            runner, bridge, context.max_num_batched_tokens, self.min_confidence, self.drafted_tokens(runner)
+        )
+
+    def drafted_tokens(self, runner: ModelRunner) -> DraftVocabulary | None:
+        """The tokens that the draft model computes; None for all."""
+        return draft_vocabulary(self.vocabulary, runner.loaded, runner.backend.tokens_at_once())
 
     def runner(self, context: ProposerContext) -> ModelRunner:
         """The draft model, which proposers of equal models share.
@@ -116,15 +127,22 @@ class DraftModelProposer(Proposer):
         bridge: Between the target's tokens and the draft's.
         max_num_batched_tokens: Rows a pass; more are caught up with over several steps, drafting nothing meanwhile.
         min_confidence: See `DraftModel`.
+        vocabulary: The tokens that are drafted; None for all.
     """
 
     def __init__(
-        self, runner: ModelRunner, bridge: Bridge, max_num_batched_tokens: int, min_confidence: float = 0.0
+        self,
+        runner: ModelRunner,
+        bridge: Bridge,
+        max_num_batched_tokens: int,
+        min_confidence: float = 0.0,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.runner = runner
         self._bridge = bridge
         self._max_rows = max_num_batched_tokens
         self._min_confidence = min_confidence
+        self._vocabulary = vocabulary
         self._shown_layers: tuple[int, ...] = ()  # hidden states that a pass over texts brings
         self._states = runner.states  # by sequence, least recently drafted for first
 
@@ -158,6 +176,8 @@ class DraftModelProposer(Proposer):
         if state is not None:
             state.free()
         self._bridge.forget(sequence)
+        if self._vocabulary is not None:
+            self._vocabulary.forget(sequence.seq_id)
 
     def lag(self, sequence: ProposerSequence) -> int:
         state = self._states.get(sequence.seq_id)
@@ -206,7 +226,7 @@ class DraftModelProposer(Proposer):
 
     def read(self, reading: Sequence[TextReading]) -> ForwardOutput:
         """Compute rows of texts in one pass, and note that they are computed."""
-        out = self.runner.forward([each.segment for each in reading], self._shown_layers)
+        out = self.runner.forward([each.segment for each in reading], self._shown_layers, head_panels=self._head_panels())
         for each in reading:
             each.text.record(each.segment.token_ids)
         return out
@@ -214,6 +234,8 @@ class DraftModelProposer(Proposer):
     def _follow(self, sequence: ProposerSequence, path: Sequence[int]) -> OwnText:
         """The text in the draft's tokens, and its memory, rolled back to what the committed tokens confirm."""
         settled, loose = self._bridge.text(sequence, path)
+        if self._vocabulary is not None:
+            self._vocabulary.see(sequence.seq_id, settled)
         state, needs = self._states.pop(sequence.seq_id, None), self.needs(sequence)
         if state is None:
             state = self.runner.memory.state(sequence.namespace, sequence.source)
@@ -225,6 +247,9 @@ class DraftModelProposer(Proposer):
         length = len(settled) + len(loose)
         room, longest = self.runner.loaded.max_model_len - length, state.longest_draft(length)
         return OwnText(settled, loose, state, room if longest is None else min(room, longest))
+
+    def _head_panels(self) -> np.ndarray | None:
+        return None if self._vocabulary is None else self._vocabulary.panels
 
     def _take(self, state: SequenceState, rows: int, requests: Sequence[ProposeRequest]) -> bool:
         """Make room for so many rows, if need be by taking the memory of sequences that are not drafted for now."""
@@ -269,7 +294,7 @@ class DraftModelProposer(Proposer):
         pass has succeeded."""
         if not work:
             return None
-        logits = self.runner.forward([w.segment for w in work]).logits
+        logits = self.runner.forward([w.segment for w in work], head_panels=self._head_panels()).logits
         for w in work:
             if w.segment.parents is None:
                 w.drafting.text.record(w.segment.token_ids)

@@ -26,6 +26,7 @@ from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeReque
 from outrider.propose.bridge import SameVocabulary
 from outrider.propose.compositions import Composition, check_depth, check_drafts, named
 from outrider.propose.draft_model import Drafting, DraftModel, DraftModelProposer, TextReading, Work
+from outrider.propose.draft_vocabulary import DraftVocabulary
 from outrider.propose.settings import ProposerContext, SpeculationConfig
 from outrider.propose.stage import Guess, StageDrafter, StageObserver, VerifiedRows
 from outrider.verify.logits import target_probs
@@ -96,7 +97,14 @@ class Staged(DraftModel):
         except (InputError, ModelError) as error:
             raise named("drafter", error) from None
         stage = StageDrafter(drafter, self.drafter, context.vocab_size)
-        return StagedProposer(runner, stage, context.vocab_size, context.max_num_batched_tokens, self.min_confidence)
+        return StagedProposer(
+            runner,
+            stage,
+            context.vocab_size,
+            context.max_num_batched_tokens,
+            self.min_confidence,
+            self.drafted_tokens(runner),
+        )
 
 
 def _models_inside(config: SpeculationConfig, place: str) -> Iterator[tuple[str, DraftModel]]:
@@ -159,6 +167,7 @@ class StagedProposer(DraftModelProposer):
         vocab_size: Width of the target's logits.
         max_num_batched_tokens: Rows a pass.
         min_confidence: See `DraftModel`.
+        vocabulary: See `DraftModelProposer`.
     """
 
     def __init__(
@@ -168,8 +177,9 @@ class StagedProposer(DraftModelProposer):
         vocab_size: int,
         max_num_batched_tokens: int,
         min_confidence: float = 0.0,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
-        super().__init__(runner, SameVocabulary(vocab_size), max_num_batched_tokens, min_confidence)
+        super().__init__(runner, SameVocabulary(vocab_size), max_num_batched_tokens, min_confidence, vocabulary)
         self.stage = stage
         self._rows = StageObserver(stage)
         self._shown_layers = self._rows.aux_layers if self._rows.reads_all else ()
@@ -231,7 +241,8 @@ class StagedProposer(DraftModelProposer):
             self._rows.begin_draft(d.growth.request.sequence, d.text)
         while growing:
             rounds = self._guessed(self.due(growing), noise.member(_GUESSES))
-            out = self.runner.forward([each.segment for each in rounds], self._rows.aux_layers)
+            segments, panels = [each.segment for each in rounds], self._head_panels()
+            out = self.runner.forward(segments, self._rows.aux_layers, head_panels=panels)
             processed = self._processed(rounds, out)
             checked = [each for each in rounds if each.work.wanted]
             candidates = [self._candidate(each, noise.member(_CHECKS)) for each in checked]

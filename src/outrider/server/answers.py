@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from outrider.engine.text import TextPieces
+from outrider.model.vocabulary import own_bytes
 from outrider.params import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, StreamPiece, TokenOrigin
 from outrider.propose.settings import SpeculationConfig
 from outrider.results import FORCED, RequestStats
-from outrider.server.chat import forces_calls
 from outrider.server.requests import Job, Prompt
 from outrider.server.schemas import ChatRequest, CompletionRequest
-from outrider.server.tools import ToolForm, ToolListener
+from outrider.server.tools import ToolListener
 
 # --- Builds the answers to completions and chats, whole or as chunks of a stream.
 
@@ -26,15 +27,17 @@ class Answer(ABC):
     Args:
         job: What is written.
         model: What the client calls the model.
+        tokenizer: The model's; None where it has none.
     """
 
     prefix: str
     kind: str
     chunk_kind: str
 
-    def __init__(self, job: Job, model: str) -> None:
+    def __init__(self, job: Job, model: str, tokenizer: Any | None) -> None:
         self.job = job
         self.model = model
+        self.tokenizer = tokenizer
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.outputs: dict[int, CompletionOutput] = {}  # by number of the choice, as they end
@@ -146,21 +149,16 @@ class CompletionAnswer(Answer):
     prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, job: Job, model: str) -> None:
-        super().__init__(job, model)
+    def __init__(self, job: Job, model: str, tokenizer: Any | None) -> None:
+        super().__init__(job, model, tokenizer)
         assert isinstance(job.asked, CompletionRequest)
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._echoes, self._count = bool(job.asked.echo), job.asked.logprobs
 
     def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
-        prompt = self._prompt(number)
-        scores: list[PositionLogprobs | None] = [*(request.prompt_logprobs or ()), *(output.logprobs or ())]
-        return {
-            "index": number,
-            "text": (prompt.text if self._echoes else "") + output.text,
-            "logprobs": None if self._count is None else CompletionLogprobs(self._count).shape(scores, prompt.first),
-            **_end(output),
-        }
+        text = (self._prompt(number).text if self._echoes else "") + output.text
+        logprobs = self._shape(number, request.prompt_logprobs, output.logprobs)
+        return {"index": number, "text": text, "logprobs": logprobs, **_end(output)}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Echoes; but where log probabilities are asked for, those of the prompt come with the first piece."""
@@ -173,14 +171,21 @@ class CompletionAnswer(Answer):
         if not (piece.text or piece.output or piece.logprobs or piece.prompt_logprobs or extras):
             return None
         text = piece.text if piece.prompt_logprobs is None else self._prompt(number).text + piece.text
-        return {"index": number, "text": text, "logprobs": self._shape(number, piece), **_end(piece.output), **extras}
+        logprobs = self._shape(number, piece.prompt_logprobs, piece.logprobs)
+        return {"index": number, "text": text, "logprobs": logprobs, **_end(piece.output), **extras}
 
-    def _shape(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+    def _shape(
+        self,
+        number: int,
+        of_prompt: Sequence[PositionLogprobs | None] | None,
+        of_text: Sequence[PositionLogprobs] | None,
+    ) -> dict[str, Any] | None:
         if self._count is None:
             return None
-        begun = self._logprobs.setdefault(number, CompletionLogprobs(self._count))
-        scores = [*(piece.prompt_logprobs or ()), *(piece.logprobs or ())]
-        return begun.shape(scores, self._prompt(number).first)
+        begun = self._logprobs.setdefault(number, CompletionLogprobs(self._count, self.tokenizer))
+        before = None if of_prompt is None else begun.shape_prompt(self._prompt(number), of_prompt)
+        found = begun.shape(of_text or ())
+        return found if before is None else {name: values + found[name] for name, values in before.items()}
 
     def _prompt(self, number: int) -> Prompt:
         return self.job.prompts[number // self.job.params.n]
@@ -192,17 +197,16 @@ class ChatAnswer(Answer):
     Args:
         job: What is written.
         model: What the client calls the model.
-        form: How the model calls tools; None where it knows of none.
+        tokenizer: The model's; None where it has none.
     """
 
     prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, job: Job, model: str, form: ToolForm | None) -> None:
-        super().__init__(job, model)
+    def __init__(self, job: Job, model: str, tokenizer: Any | None) -> None:
+        super().__init__(job, model, tokenizer)
         assert isinstance(job.asked, ChatRequest)
-        self._form = form
         self._listeners: dict[int, ToolListener] = {}
         self._count = job.params.logprobs
 
@@ -211,7 +215,7 @@ class ChatAnswer(Answer):
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [{name: part for name, part in call.items() if name != "index"} for call in calls]
-        logprobs = None if self._count is None else chat_logprobs(output.logprobs or (), self._count)
+        logprobs = self._scores(output.logprobs)
         return {"index": number, "message": message, "logprobs": logprobs, **_end(output, called=bool(calls))}
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -228,17 +232,18 @@ class ChatAnswer(Answer):
         if calls:
             delta["tool_calls"] = calls
         called = number in self._listeners and self._listeners[number].num_calls > 0
-        logprobs = None if self._count is None else chat_logprobs(piece.logprobs or (), self._count)
+        logprobs = self._scores(piece.logprobs)
         return {"index": number, "delta": delta, "logprobs": logprobs, **_end(piece.output, called=called), **extras}
+
+    def _scores(self, logprobs: Sequence[PositionLogprobs] | None) -> dict[str, Any] | None:
+        return None if self._count is None else chat_logprobs(logprobs or (), self._count, self.tokenizer)
 
     def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The text for the reader, and the calls, in more of a choice's text."""
-        if self._form is None:
+        if self.job.tools is None:
             return text, []
         if number not in self._listeners:
-            assert isinstance(self.job.asked, ChatRequest)
-            asked = self.job.asked
-            self._listeners[number] = ToolListener(self._form, only_calls=forces_calls(asked), in_parts=bool(asked.stream))
+            self._listeners[number] = self.job.tools.listener(in_parts=bool(self.job.asked.stream))
         listener = self._listeners[number]
         found = [listener.hear(text), *([listener.finish()] if last else [])]
         return "".join(heard.content for heard in found), [call for heard in found for call in heard.calls]
@@ -273,63 +278,81 @@ class CompletionLogprobs:
 
     Args:
         count: How many of the likeliest tokens are told at each position.
-        offset: Where the first token stands in the text.
+        tokenizer: The model's; None where it has none.
     """
 
-    def __init__(self, count: int, offset: int = 0) -> None:
+    def __init__(self, count: int, tokenizer: Any | None) -> None:
         self._count = count
-        self._offset = offset
+        self._tokenizer = tokenizer
+        self._offset = 0
+        self._pieces = self._begun()
 
-    def shape(self, positions: Iterable[PositionLogprobs | None], first: str = "") -> dict[str, Any]:
-        """The lists of some positions. None stands for a prompt's first token, which reads `first`."""
-        found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for entry in positions:
-            own = None if entry is None else next(iter(entry.values()))
-            token = first if own is None else own.decoded_token or ""
-            found["text_offset"].append(self._offset)
-            found["token_logprobs"].append(None if own is None else _number(own.logprob))
-            found["tokens"].append(token)
-            found["top_logprobs"].append(None if entry is None else _likeliest_by_text(entry, self._count))
-            self._offset += len(token)
+    def shape_prompt(self, prompt: Prompt, positions: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
+        """The lists of a prompt's tokens, which come before all others; the first of them has no log probability."""
+        found = self.shape(())
+        for token, entry in zip(prompt.token_ids, positions, strict=True):
+            self._add(found, token, prompt.first, entry, longest=len(prompt.text))
+        self._offset, self._pieces = len(prompt.text), self._begun()
         return found
 
+    def shape(self, positions: Iterable[PositionLogprobs]) -> dict[str, Any]:
+        """The lists of the next tokens of the text."""
+        found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+        for entry in positions:
+            self._add(found, next(iter(entry)), "", entry)
+        return found
 
-def chat_logprobs(positions: Iterable[PositionLogprobs], count: int) -> dict[str, Any]:
+    def _add(
+        self, found: dict[str, Any], token: int, text: str, entry: PositionLogprobs | None, longest: int | None = None
+    ) -> None:
+        own = None if entry is None else next(iter(entry.values()))
+        found["text_offset"].append(self._offset)
+        found["token_logprobs"].append(None if own is None else _number(own.logprob))
+        found["tokens"].append(text if own is None else own.decoded_token or "")
+        found["top_logprobs"].append(None if entry is None else _likeliest_by_text(entry, self._count))
+        # What it adds to the text: nothing where it is special, or where a later one completes its character.
+        self._offset += 0 if self._pieces is None else len(self._pieces.add(token))
+        self._offset = self._offset if longest is None else min(self._offset, longest)
+
+    def _begun(self) -> TextPieces | None:
+        return None if self._tokenizer is None else TextPieces(self._tokenizer)
+
+
+def chat_logprobs(positions: Iterable[PositionLogprobs], count: int, tokenizer: Any | None) -> dict[str, Any]:
     """The entries of /v1/chat/completions.
 
     Args:
         positions: Of the tokens.
         count: How many of the likeliest tokens are told at each.
+        tokenizer: The model's, which knows the bytes of tokens; None where it has none.
     """
     content = []
     for entry in positions:
-        own = next(iter(entry.values()))
-        content.append({**_entry(own), "top_logprobs": [_entry(other) for other in _likeliest(entry, count)]})
+        told = [next(iter(entry.items())), *_likeliest(entry, count)]
+        own, *others = [_entry(token, found, tokenizer) for token, found in told]
+        content.append({**own, "top_logprobs": others})
     return {"content": content, "refusal": None}
 
 
-def _likeliest(entry: PositionLogprobs, count: int) -> list[Logprob]:
+def _likeliest(entry: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:
     """The `count` likeliest of a position; the token that stands there comes first in it, whatever its rank."""
-    return sorted(entry.values(), key=lambda found: found.rank)[:count]
+    return sorted(entry.items(), key=lambda found: found[1].rank)[:count]
 
 
 def _likeliest_by_text(entry: PositionLogprobs, count: int) -> dict[str, float]:
     """The token that stands there and the likeliest ones, as in vLLM; of tokens that read alike the likelier one."""
     found: dict[str, float] = {}
     own = next(iter(entry.values()))
-    for other in (own, *_likeliest(entry, count)):
+    for other in (own, *(likely for _, likely in _likeliest(entry, count))):
         found.setdefault(other.decoded_token or "", _number(other.logprob))
     return found
 
 
-def _entry(found: Logprob) -> dict[str, Any]:
+def _entry(token_id: int, found: Logprob, tokenizer: Any | None) -> dict[str, Any]:
     token = found.decoded_token or ""
-    # A token that holds part of a character has no text of its own, and its text does not tell its bytes.
-    return {
-        "token": token,
-        "logprob": _number(found.logprob),
-        "bytes": None if "\ufffd" in token else list(token.encode()),
-    }
+    # The text of a token that holds part of a character does not tell its bytes, which its reader puts together.
+    written = own_bytes(tokenizer, token_id) if "\ufffd" in token else token.encode()
+    return {"token": token, "logprob": _number(found.logprob), "bytes": None if written is None else list(written)}
 
 
 def _number(logprob: float) -> float:

@@ -25,7 +25,7 @@ from outrider.async_llm import AsyncStream
 from outrider.config import nearest
 from outrider.errors import InvalidParameterError, OutriderError
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
-from outrider.server.chat import check_template, conversation, form_of
+from outrider.server.chat import check_template, conversation, ignored_fields
 from outrider.server.errors import ApiError, api_error, log
 from outrider.server.lifecycle import Call, request_id
 from outrider.server.metrics import MEDIA_TYPE
@@ -109,7 +109,7 @@ def route(service: Service, path: str, handler: Handler, method: str = "GET", *,
         try:
             if not open_to_all:
                 call.identify(service.keys)
-            async with service.deadlines.until():
+            async with service.deadlines.until(call.end(service.settings.request_seconds)):
                 response = await handler(service, call)
         except (Exception, asyncio.CancelledError) as error:
             response = _refusal(call, error)
@@ -150,9 +150,41 @@ async def _no_route(request: Request, error: Exception) -> Response:
             405, f"{request.method} {path}: this route has another method. Use {allowed}.", code="no_such_method"
         )
     else:
-        problem = f"{request.method} {path}: {error.detail}{_routes_like(request)}"
+        problem = f"{request.method} {path}: {error.detail}{_route_elsewhere(path) or _routes_like(request)}"
         found = ApiError(error.status_code, problem, code="no_such_route")
     return answer(found.body, found.status, {**(error.headers or {}), "x-request-id": request_id(request)})
+
+
+#: Routes of other APIs, whose they are, and what this server has for the same purpose.
+_ELSEWHERE = {
+    "/v1/responses": ("OpenAI's Responses API", "/v1/chat/completions"),
+    "/v1/messages": ("Anthropic's Messages API", "/v1/chat/completions"),
+    "/v1/complete": ("Anthropic's older API", "/v1/completions"),
+    "/v1/embeddings": ("OpenAI's API for embeddings", None),
+    "/v1/audio": ("OpenAI's API for sound", None),
+    "/v1/images": ("OpenAI's API for images", None),
+    "/v1/moderations": ("OpenAI's API for moderation", None),
+    "/api/generate": ("Ollama's API", "/v1/completions"),
+    "/api/chat": ("Ollama's API", "/v1/chat/completions"),
+    "/api/tags": ("Ollama's API", "/v1/models"),
+    "/api/show": ("Ollama's API", "/v1/models"),
+    "/api/version": ("Ollama's API", "/version"),
+    "/api/embed": ("Ollama's API for embeddings", None),
+    "/api/embeddings": ("Ollama's API for embeddings", None),
+    "/completion": ("llama.cpp's own API", "/v1/completions"),
+    "/embedding": ("llama.cpp's own API for embeddings", None),
+    "/generate": ("the API of Text Generation Inference", "/v1/completions"),
+}
+
+
+def _route_elsewhere(path: str) -> str:
+    """Whose API a path belongs to, and what this server has instead; empty where that is not known."""
+    known = next((route for route in _ELSEWHERE if path == route or path.startswith(f"{route}/")), None)
+    if known is None:
+        return ""
+    whose, ours = _ELSEWHERE[known]
+    instead = "it writes texts, by /v1/completions and /v1/chat/completions" if ours is None else f"it has {ours} instead"
+    return f". This is {whose}, which this server does not speak; {instead}"
 
 
 def _routes_like(request: Request) -> str:
@@ -172,20 +204,21 @@ def _routes_like(request: Request) -> str:
 async def completions(service: Service, call: Call) -> Response:
     """/v1/completions"""
     asked = await service.read(CompletionRequest, call)
-    return await _write(service, call, asked, lambda job: CompletionAnswer(job, service.settings.model_name))
+    name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
+    return await _write(service, call, asked, lambda job: CompletionAnswer(job, name, tokenizer))
 
 
 async def chat_completions(service: Service, call: Call) -> Response:
     """/v1/chat/completions"""
     asked = await service.read(ChatRequest, call)
-    form = form_of(asked, service.engine.llm.prompts)
-    return await _write(service, call, asked, lambda job: ChatAnswer(job, service.settings.model_name, form))
+    name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
+    return await _write(service, call, asked, lambda job: ChatAnswer(job, name, tokenizer))
 
 
 async def _write(service: Service, call: Call, asked: CommonRequest, make: Callable[[Job], Answer]) -> Response:
     service.check_model(asked.model)
     _check_streaming(asked)
-    ignored = _told_ignored(call, asked)
+    ignored = _told_ignored(call, ignored_fields(asked, service.engine.llm.prompts))
     async with AsyncExitStack() as stack:
         meter = service.meter(call.tenant)
         meter.check_tokens()
@@ -198,8 +231,7 @@ async def _write(service: Service, call: Call, asked: CommonRequest, make: Calla
             streams = await service.begin(job)
             stack.push_async_callback(close, streams)
             return _Events(_read(service, call, shaped, streams), stack.pop_all(), call, ignored)
-        seconds = service.settings.request_seconds
-        outputs = await while_connected(call.request.receive, asyncio.wait_for(service.write(job), seconds))
+        outputs = await while_connected(call.request.receive, service.write(job))
         body = shaped.whole(outputs)
     _wrote(service, call, shaped)
     return answer(body, headers=ignored)
@@ -236,12 +268,12 @@ def _size(service: Service, asked: CommonRequest) -> int:
         raise api_error(error, field_names(asked)) from error
 
 
-def _told_ignored(call: Call, asked: CommonRequest) -> dict[str, str]:
+def _told_ignored(call: Call, ignored: tuple[str, ...]) -> dict[str, str]:
     """The header that tells which fields of a request were passed over; the log has them as a warning."""
-    if not asked.ignored:
+    if not ignored:
         return {}
-    log("fields of a request were ignored", {"request_id": call.id, "fields": list(asked.ignored)}, logging.WARNING)
-    return {"x-ignored-fields": ", ".join(asked.ignored)}
+    log("fields of a request were ignored", {"request_id": call.id, "fields": list(ignored)}, logging.WARNING)
+    return {"x-ignored-fields": ", ".join(ignored)}
 
 
 def _check_streaming(asked: CommonRequest) -> None:
@@ -252,7 +284,8 @@ def _check_streaming(asked: CommonRequest) -> None:
 async def _read(service: Service, call: Call, shaped: Answer, streams: list[AsyncStream]) -> AsyncGenerator[bytes, None]:
     """The events of an answer, and what is counted of them."""
     failures: list[BaseException] = []
-    parts = events(shaped, streams, service.deadlines, service.settings.request_seconds, failures.append)
+    end = call.end(service.settings.request_seconds)
+    parts = events(shaped, streams, service.deadlines, end, failures.append)
     async with aclosing(parts) as found:
         async for part in found:
             call.began()

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
+from outrider.conversations import template_of, unread_fields
+from outrider.errors import (
+    ContradictionError,
+    InputError,
+    InvalidParameterError,
+    InvalidPromptError,
+    UnsupportedParameterError,
+)
 from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
-from outrider.server.schemas import ChatRequest, Message
-from outrider.server.tools import CLOSE, ToolForm, calls_grammar, tool_form
+from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
+from outrider.server.tool_forms import ToolForm, tool_form
+from outrider.server.tools import ToolUse, calls_grammar, special_marks
 
+#: Keywords of a schema that allow no property.
+_SAY_NOTHING = frozenset({"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"})
 Compile = Callable[[StructuredOutputs], object]
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as templates know them: contents are texts, arguments of calls are objects, empty fields are left out.
+    """Messages as they are read everywhere (`outrider.conversations`).
 
     Raises:
-        InvalidPromptError: There is no message, or the arguments of a call are no JSON.
+        InvalidPromptError: There is no message.
     """
     if not messages:
         remedy = 'Use a list of messages like {"role": "user", "content": "..."}.'
         raise InvalidPromptError("messages", messages, "there is no message", remedy)
-    return [_message(message, place) for place, message in enumerate(messages)]
+    return [message.model_dump(exclude_none=True) for message in messages]
+
+
+def ignored_fields(asked: CommonRequest, prompts: PromptEncoder) -> tuple[str, ...]:
+    """The fields of a request that are passed over: its own, and those of its messages that the template does not read."""
+    if not isinstance(asked, ChatRequest) or not asked.messages:
+        return asked.ignored
+    template = template_of(prompts.tokenizer, tools=bool(asked.tools))
+    return (*asked.ignored, *unread_fields(conversation(asked.messages), template))
 
 
 def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:
@@ -58,9 +75,24 @@ def wanted_tools(asked: ChatRequest) -> bool:
     return bool(asked.tools) and asked.tool_choice != "none"
 
 
-def form_of(asked: ChatRequest, prompts: PromptEncoder) -> ToolForm | None:
-    """How calls of tools are written in the answer; None where no tools are wanted."""
-    return tool_form(_template_of(prompts).chat_template) if wanted_tools(asked) else None
+def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None = None) -> ToolUse | None:
+    """How calls of tools are heard in the answer; None where no tools are wanted.
+
+    Args:
+        asked: The request.
+        prompts: Has the tokenizer.
+        parser: The form in which the model writes calls; None for what the chat template teaches.
+
+    Raises:
+        InputError: The model knows no tools, or their form is not known.
+    """
+    if not wanted_tools(asked):
+        return None
+    tokenizer = _template_of(prompts)
+    form = parser or tool_form(template_of(tokenizer, tools=True))
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in asked.tools or ()}
+    most = 1 if asked.parallel_tool_calls is False else None
+    return ToolUse(form, schemas, special_marks(form, tokenizer), forces_calls(asked), most)
 
 
 def forces_calls(asked: ChatRequest) -> bool:
@@ -68,41 +100,40 @@ def forces_calls(asked: ChatRequest) -> bool:
     return wanted_tools(asked) and asked.tool_choice not in (None, "auto")
 
 
-def forced_calls(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
+def forced_calls(asked: ChatRequest, tools: ToolUse | None) -> str | None:
     """The grammar of the calls that the answer has to be; None where the model decides whether it calls a tool.
 
     Raises:
-        InputError: The choice of a tool is none of those there are.
+        InputError: The choice of a tool is none of those there are, or calls in this form cannot be required.
     """
-    form = form_of(asked, prompts)
-    if form is None or not forces_calls(asked):
+    if tools is None or not tools.only_calls:
         return None
-    several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
-    return calls_grammar(form, {name: schema for name, (_, schema) in _choices(asked).items()}, several=several)
+    several = asked.tool_choice == "required" and tools.max_calls is None
+    return calls_grammar(tools.form, {name: schema for name, (_, schema) in _choices(asked).items()}, several=several)
 
 
-def blamed_tool(asked: ChatRequest, error: InvalidParameterError, compile_structure: Compile) -> InvalidParameterError:
+def blamed_tool(asked: ChatRequest, error: InputError, compile_structure: Compile) -> InputError:
     """What a request is told where the grammar of its calls is refused: which tool it is about, in the request's own words.
 
     Args:
         asked: A request that forces calls.
         error: Why their grammar was refused.
-        compile_structure: Raises InvalidParameterError where a structure by itself is refused.
+        compile_structure: Raises where a structure by itself is refused, as the engine does.
     """
     choices = _choices(asked)
     for name, (place, schema) in choices.items():
         try:
-            compile_structure(StructuredOutputs(json_schema=schema or {"type": "object"}))
-        except InvalidParameterError as found:
+            compile_structure(StructuredOutputs(json_schema=schema))
+        except (InvalidParameterError, UnsupportedParameterError) as found:
             field = f"tools.{place}.function.parameters"
-            return InvalidParameterError(field, schema, f"the schema of the tool {name!r}: {found.problem}", found.remedy)
+            return type(found)(field, schema, f"the schema of the tool {name!r}: {found.problem}", found.remedy)
     names, remedy = ", ".join(choices), "Give fewer tools, or smaller schemas."
     return InvalidParameterError("tools", names, f"their schemas together are refused: {error.problem}", remedy)
 
 
-def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any] | None]]:
+def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any]]]:
     """The tools that may be called: the place of each, and the schema of its arguments."""
-    found = {tool.function.name: (place, tool.function.parameters) for place, tool in enumerate(asked.tools or ())}
+    found = {tool.function.name: (place, _arguments_of(tool)) for place, tool in enumerate(asked.tools or ())}
     if asked.tool_choice == "required":
         return found
     name = _named(asked.tool_choice)
@@ -112,20 +143,13 @@ def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any] | None]]
     return {name: found[name]}
 
 
-def only_call_ends_with(asked: ChatRequest, prompts: PromptEncoder) -> str | None:
-    """The string at which a text has to stop so that it has one call at most; None where that is not asked for, or where a
-    grammar sees to it.
-
-    Raises:
-        UnsupportedParameterError: Calls in the form of this model have no end of their own.
-    """
-    if asked.parallel_tool_calls is not False or asked.tool_choice not in (None, "auto"):
-        return None
-    form = form_of(asked, prompts)
-    if form == "llama":
-        problem = "calls in Llama's form have no end that the text could stop at"
-        raise UnsupportedParameterError("parallel_tool_calls", False, problem, "Leave it out, or set tool_choice.")
-    return None if form is None else CLOSE
+def _arguments_of(tool: Tool) -> dict[str, Any]:
+    """The schema of a function's arguments. One that names none takes none, or a model would write any object, without end;
+    `{"type": "object"}` alone is any object."""
+    schema = tool.function.parameters or {"properties": {}}
+    if schema.get("properties") == {} and not schema.keys() - _SAY_NOTHING:
+        return {**schema, "type": "object", "additionalProperties": False}
+    return schema
 
 
 def _named(choice: Any) -> str | None:
@@ -146,33 +170,3 @@ def _template_of(prompts: PromptEncoder) -> Any:
         remedy = "Use /v1/completions, or start the server with --chat-template FILE."
         raise InvalidParameterError("messages", "...", "the model of this server has no chat template", remedy)
     return prompts.tokenizer
-
-
-def _message(message: Message, place: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": _text(message)}
-    for name in ("name", "tool_call_id"):
-        if getattr(message, name) is not None:
-            found[name] = getattr(message, name)
-    if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, place)},
-            }
-            for call in message.tool_calls
-        ]
-    return found
-
-
-def _text(message: Message) -> str:
-    content = message.content
-    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
-
-
-def _arguments(written: str, place: int) -> Any:
-    try:
-        return json.loads(written)
-    except (ValueError, RecursionError):
-        field = f"messages.{place}.tool_calls"
-        raise InvalidPromptError(field, written, "the arguments are no JSON", "Give a JSON object as text.") from None

@@ -33,6 +33,7 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -95,7 +96,7 @@ def api_error(error: BaseException, names: Mapping[str, str] | None = None) -> A
     if isinstance(error, EngineDiedError):
         return ApiError(503, "the engine has died; the server has to be started again", code="engine_died")
     if isinstance(error, TimeoutError):
-        return ApiError(503, "the request took longer than this server allows", code="timeout")
+        return ApiError(503, "the request took longer than this server allows by --request-seconds", code="timeout")
     if isinstance(error, OutriderError) and not isinstance(error, ModelError | ProposerError):
         return ApiError(500, str(error), code=_code(error))
     return ApiError(500, "the server failed; its log says why", code="internal_error")

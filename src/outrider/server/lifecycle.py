@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Sequence
 from importlib.util import find_spec
+from math import inf
 from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from starlette.requests import Request
 from outrider.params import CompletionOutput
 from outrider.server.errors import ApiError, log
 from outrider.server.metrics import ServerMetrics
-from outrider.server.requests import Job
+from outrider.server.requests import Job, ServerSettings
 from outrider.server.tenants import ApiKeys
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 #: What clients may choose as the id of a request; anything else gets one of ours.
 _ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+#: Where the protocol leaves in the state of a request when its first byte came, by the clock of the event loop.
+BEGAN = "outrider.began"
 
 
 class Call:
@@ -47,11 +51,16 @@ class Call:
         self._first: float | None = None
         self._facts: dict[str, Any] = {}
         self._ended = False
+        self._began: float = request.scope.get("state", {}).get(BEGAN) or asyncio.get_running_loop().time()
 
     @property
     def seconds(self) -> float:
         """Since it came."""
         return perf_counter() - self._start
+
+    def end(self, seconds: float | None) -> float | None:
+        """When it has taken so long since its first byte, by the clock of the event loop; None for never."""
+        return None if seconds is None else self._began + seconds
 
     def identify(self, keys: ApiKeys) -> None:
         """Find out whose it is.
@@ -69,14 +78,24 @@ class Call:
         if self.tenant is None:
             raise ApiError(401, "there is no such API key", code="invalid_api_key", headers=headers)
 
-    async def body(self, limit: int) -> bytes:
+    async def body(self, settings: ServerSettings) -> bytes:
         """What it holds, which is to be JSON.
 
         Raises:
-            ApiError: It is too large, or is not said to be JSON.
+            ApiError: It is too large, is not said to be JSON, or does not come in time.
         """
         check_content_type(self.request)
-        return await read_body(self.request, limit)
+        clock, seconds, end = asyncio.get_running_loop().time, settings.body_seconds, self.end(settings.request_seconds)
+        try:
+            async with asyncio.timeout_at(min(clock() + seconds, end or inf)):
+                return await read_body(self.request, settings.max_body_bytes)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            of_request = end is not None and clock() >= end
+            if isinstance(error, asyncio.CancelledError) and not of_request:
+                raise
+            option = f"--request-seconds={settings.request_seconds:g}" if of_request else f"--body-seconds={seconds:g}"
+            problem = f"the body of the request did not come in time. This server has {option}"
+            raise ApiError(408, problem, code="request_timeout", headers={"Connection": "close"}) from None
 
     def began(self) -> None:
         """The first piece of a stream has come."""

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,12 +160,16 @@ class Recorder:
         if not texts:
             return
         try:
-            self._kept[name].add(texts)
+            too_large = self._kept[name].add(texts)
         except StorageError as error:
             self._metrics.not_recorded(name, len(texts))
             log("texts could not be kept", {"tenant": name, "texts": len(texts), "problem": str(error)}, logging.ERROR)
         else:
-            self._metrics.recorded(name, len(texts))
+            self._metrics.recorded(name, len(texts) - too_large)
+            if too_large:
+                self._metrics.not_recorded(name, too_large)
+                problem = "they are larger than record_mib"
+                log("texts could not be kept", {"tenant": name, "texts": too_large, "problem": problem}, logging.ERROR)
 
     def _flush_all(self) -> None:
         for name in self._waiting:
@@ -199,6 +204,8 @@ def _group(job: Job, tokens: Sequence[int]) -> Sequence[int]:
 
 
 _LOCK = ".lock"
+#: What the folder of texts that are being deleted is called, behind its own name. Names of tenants' folders have no dot.
+_DELETED = ".deleted"
 #: Bytes that the name of a file may have, with room for what stands behind it.
 _LONGEST = 200
 
@@ -210,7 +217,7 @@ class RecordFolder:
         path: The folder, which is made if need be.
 
     Raises:
-        InvalidParameterError: Another server writes to it.
+        InvalidParameterError: Another server writes to it, or others may read it and that is not ours to change.
         StorageError: It cannot be made or written.
     """
 
@@ -218,6 +225,7 @@ class RecordFolder:
         self.path = path
         with storing(path):
             path.mkdir(0o700, parents=True, exist_ok=True)
+            self._close_to_others()
             self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,6 +233,21 @@ class RecordFolder:
             os.close(self._lock)
             remedy = "Give each server a folder of its own."
             raise InvalidParameterError("record", str(path), "another server writes to it", remedy) from None
+
+        for deleted in path.glob(f"*{_DELETED}"):  # which a break has left
+            shutil.rmtree(deleted, ignore_errors=True)
+
+    def _close_to_others(self) -> None:
+        mode = self.path.stat().st_mode & 0o777
+        if not mode & 0o077:
+            return
+        try:
+            self.path.chmod(0o700)
+        except OSError as error:
+            problem = f"other users may read it (mode {mode:o}), and that cannot be changed ({error.strerror})"
+            raise InvalidParameterError("record", str(self.path), problem, "Give a folder of your own.") from None
+        facts = {"folder": str(self.path), "mode": f"{mode:o}"}
+        log("other users could read the folder of records, and now they cannot", facts, logging.WARNING)
 
     def of(self, namespace: str) -> Path:
         """The folder of a namespace. Names that differ have folders that differ, also where a system holds capital letters
@@ -249,13 +272,14 @@ class RecordFolder:
 
 #: Texts in a file, and the share of the budget that a file takes at most.
 _TEXTS, _SHARE = 64, 8
-#: Bytes of a token and of a text in a file.
-_BYTES_OF_TOKEN, _BYTES_OF_TEXT = 4, 29
+#: Bytes of a token and of a text in a file, and of what stands before all texts, at most.
+_BYTES_OF_TOKEN, _BYTES_OF_TEXT, _BYTES_OF_HEADER = 4, 29, 1024
 _NAME = "shard-{:08d}.safetensors"
 
 
 class NamespaceRecords:
     """Texts on the disk. Each change is a new manifest, so that a break leaves what was there before or what is there now.
+    What this object says of them changes when the disk has changed, and not before.
 
     Args:
         folder: Of this namespace alone.
@@ -265,20 +289,21 @@ class NamespaceRecords:
     Raises:
         ContradictionError: It holds texts of another target.
         InvalidParameterError: What it holds cannot be read.
-        StorageError: It cannot be written.
     """
 
     def __init__(self, folder: Path, origin: Origin, budget: int) -> None:
-        self._folder, self._budget = folder, budget
+        self._folder, self._budget, self._origin = folder, budget, origin
         settings = read_manifest(folder).settings if (folder / MANIFEST).exists() else origin.settings
         self._manifest = open_manifest(folder, origin.facts, settings)
-        keep_witness(folder, self._manifest, origin.witness)
-        self._delete_others()
         self._sizes = {shard.file: self._size(shard) for shard in self._manifest.shards}
         last = self._manifest.shards[-1:]
         self._number = 1 + max((int(shard.file[6:14]) for shard in last), default=-1)
         self._begun = self._texts_of(last) if self._has_room(last) else []
-        self._put(self._within_budget(list(self._manifest.shards)))
+        try:
+            self._clear()
+            self._put(self._within_budget(self._manifest.shards, self._budget))
+        except StorageError as error:  # a full disk; texts that come are counted as long as it is
+            log("the folder of records cannot be written", {"problem": str(error)}, logging.WARNING)
 
     @property
     def num_texts(self) -> int:
@@ -297,53 +322,75 @@ class NamespaceRecords:
         """The share of the prompts that is never trained on."""
         return self._manifest.settings.held_out
 
-    def add(self, texts: Sequence[Record]) -> None:
-        """Keep texts. The last file is written anew with them as long as it has room.
+    def add(self, texts: Sequence[Record]) -> int:
+        """Keep texts. The last file is written anew with them as long as it has room. Before each file, the oldest ones are
+        deleted as far as there would be more on the disk than the budget and its share. Returns how many texts are larger
+        than the budget, and so are not kept.
 
         Raises:
-            StorageError: They cannot be written. What was kept before stays.
+            StorageError: They cannot be written. What was kept before stays, but for the oldest that made room.
         """
-        kept = self._manifest.shards[:-1] if self._begun else self._manifest.shards
-        parts = list(self._parts([*self._begun, *texts]))
-        new = [self._written(part) for part in parts]
-        self._put(self._within_budget([*kept, *new]))
-        self._begun = parts[-1] if self._has_room(self._manifest.shards[-1:]) else []
+        fit = [text for text in texts if _size_of([text]) + _BYTES_OF_HEADER <= self._budget]
+        replaces = bool(self._begun)
+        for part in self._parts([*self._begun, *fit]):
+            self._write(part, replaces=replaces)
+            replaces, self._begun = False, []
+        if fit:
+            self._begun = part if self._has_room(self._manifest.shards[-1:]) else []
+        return len(texts) - len(fit)
 
     def delete(self) -> int:
-        """Delete all texts; returns how many there were.
+        """Delete all texts; returns how many there were. It takes no space on the disk: the folder gets another name, by
+        which all texts are gone at once, and is then deleted.
 
         Raises:
-            StorageError: The folder takes no file.
+            StorageError: The folder cannot be changed.
         """
         count = self.num_texts
-        self._begun = []
-        self._put([])
+        doomed = self._folder.with_name(self._folder.name + _DELETED)
+        with storing(self._folder):
+            if doomed.exists():
+                shutil.rmtree(doomed)
+            if self._folder.exists():
+                self._folder.rename(doomed)
+        self._begun, self._sizes = [], {}
+        self._manifest = self._manifest.model_copy(update={"shards": ()})
+        with storing(doomed):
+            if doomed.exists():
+                shutil.rmtree(doomed)
         return count
 
     def _parts(self, texts: Sequence[Record]) -> Iterator[list[Record]]:
         """The texts, file by file."""
         part, size = list[Record](), 0
         for text in texts:
-            more = _BYTES_OF_TEXT + _BYTES_OF_TOKEN * len(text.token_ids)
+            more = _size_of([text])
             if part and (len(part) == _TEXTS or size + more > self._budget // _SHARE):
                 yield part
                 part, size = [], 0
             part.append(text)
             size += more
-        yield part
+        if part:
+            yield part
 
     def _has_room(self, last: Sequence[Shard]) -> bool:
         return any(shard.num_records < _TEXTS and self._sizes[shard.file] < self._budget // _SHARE for shard in last)
 
-    def _written(self, part: Sequence[Record]) -> Shard:
+    def _write(self, part: list[Record], *, replaces: bool) -> None:
+        """Write a file, in place of the last one where its texts are among these."""
+        room = self._budget + self._budget // _SHARE - _size_of(part) - _BYTES_OF_HEADER
+        kept = self._within_budget(self._manifest.shards, min(room, self._budget))
+        if len(kept) < len(self._manifest.shards):
+            self._put(kept)
         shard = write_shard(self._folder, _NAME.format(self._number), part)
         self._number += 1
         self._sizes[shard.file] = self._size(shard)
-        return shard
+        kept = kept[:-1] if replaces else kept
+        self._put(self._within_budget([*kept, shard], self._budget))
 
-    def _within_budget(self, shards: Sequence[Shard]) -> list[Shard]:
-        """The newest files that fit."""
-        left, kept = self._budget, list[Shard]()
+    def _within_budget(self, shards: Sequence[Shard], left: int) -> list[Shard]:
+        """The newest files that fit into so many bytes."""
+        kept = list[Shard]()
         for shard in reversed(shards):
             left -= self._sizes[shard.file]
             if left < 0:
@@ -352,13 +399,18 @@ class NamespaceRecords:
         return kept
 
     def _put(self, shards: Sequence[Shard]) -> None:
-        """These files are the texts from now on; others are deleted."""
-        self._manifest = self._manifest.model_copy(update={"shards": tuple(shards)})
-        self._manifest.save(self._folder)
-        self._delete_others()
-        self._sizes = {shard.file: self._sizes[shard.file] for shard in shards}
+        """These files are the texts from now on; others are deleted. Raises StorageError, and then nothing has changed."""
+        manifest = self._manifest.model_copy(update={"shards": tuple(shards)})
+        try:
+            keep_witness(self._folder, self._manifest, self._origin.witness)  # which writes it where there are no texts yet
+            manifest.save(self._folder)
+            self._manifest = manifest
+        finally:
+            named = {shard.file for shard in self._manifest.shards}
+            self._sizes = {name: size for name, size in self._sizes.items() if name in named}
+            self._clear()
 
-    def _delete_others(self) -> None:
+    def _clear(self) -> None:
         """Delete the files of texts that the manifest does not name, also those that a break has left."""
         named = {shard.file for shard in self._manifest.shards}
         with storing(self._folder):
@@ -376,6 +428,11 @@ class NamespaceRecords:
 
     def _texts_of(self, shards: tuple[Shard, ...]) -> list[Record]:
         return read_records(self._folder, self._manifest.model_copy(update={"shards": shards}))
+
+
+def _size_of(texts: Sequence[Record]) -> int:
+    """Bytes that texts take in a file."""
+    return sum(_BYTES_OF_TEXT + _BYTES_OF_TOKEN * len(text.token_ids) for text in texts)
 
 
 # --- Where a server's texts come from: its target, and the parameters of requests that bring none.

@@ -17,9 +17,11 @@ from outrider.prompts import PromptEncoder
 from outrider.propose.ngram import Prediction
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.propose.tree import MAX_ROWS
-from outrider.server.chat import encode, forced_calls, only_call_ends_with
+from outrider.server.chat import encode, forced_calls, tool_use
 from outrider.server.errors import ApiError
 from outrider.server.schemas import MAX_LOGPROBS, ChatRequest, CommonRequest, CompletionRequest
+from outrider.server.tool_forms import FORMS, ToolForm
+from outrider.server.tools import ToolUse
 
 # --- The methods that a request may name: those that the server offers by name, since a request must not load a file.
 
@@ -128,7 +130,12 @@ class ServerSettings(Frozen):
         max_body_values: Names and values in the body of one request; reading them takes time in which nothing else is read.
         max_structure_bytes: Of a JSON schema, regular expression or grammar.
         step_seconds: An engine that has been at work on one step for so long hangs, and is of no use any more.
-        request_seconds: After so long a request is ended with an error; None for no limit.
+        request_seconds: So long after its first byte a request is ended with an error; None for no limit.
+        header_seconds: How long a connection may take until the headers of its request are there.
+        body_seconds: How long the body of a request may take to come.
+        template_seconds: CPU that a chat template may take for one conversation.
+        template_mib: Memory that it may take.
+        tool_parser: The form in which the model writes calls of tools; None for what its chat template teaches.
     """
 
     model_name: str = Field(min_length=1, description="Use a name.")
@@ -144,6 +151,11 @@ class ServerSettings(Frozen):
     max_structure_bytes: int = Field(64 * 2**10, ge=1, description="Use 1 or more.")
     step_seconds: float = Field(120.0, gt=0, description="Use a number of seconds above 0.")
     request_seconds: float | None = Field(None, gt=0, description="Use a number of seconds above 0, or None.")
+    header_seconds: float = Field(30.0, gt=0, description="Use a number of seconds above 0.")
+    body_seconds: float = Field(60.0, gt=0, description="Use a number of seconds above 0.")
+    template_seconds: float = Field(2.0, gt=0, description="Use a number of seconds above 0.")
+    template_mib: int = Field(512, ge=1, description="Use 1 or more.")
+    tool_parser: ToolForm | None = Field(None, description=f"Use one of {', '.join(sorted(FORMS))}.")
 
 
 # --- Job: a checked request with its prompts as tokens, its parameters and its tenant.
@@ -176,6 +188,7 @@ class Job:
         namespace: Whose it is.
         is_silent: Whether no token is told: only the prompt and its log probabilities are wanted.
         is_recorded: Whether somebody else than the client wants to know of its rounds.
+        tools: How calls of tools are heard in the texts; None where there are no tools.
     """
 
     asked: CommonRequest
@@ -185,6 +198,7 @@ class Job:
     namespace: str | None
     is_silent: bool = False
     is_recorded: bool = False
+    tools: ToolUse | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -204,6 +218,7 @@ class Job:
             "trace": bool(self.asked.trace) or self.is_recorded,
             "prediction": self.asked.predicted,
             "priority": self.asked.priority or 0,
+            "shown_tokens": () if self.tools is None else tuple(self.tools.shown),
         }
 
 
@@ -240,21 +255,23 @@ class JobMaker:
         begun = max(len(prompt.token_ids) for prompt in found) if self.text_start is None else len(self.text_start)
         room = self.longest - begun
         params = sampling(asked, self.defaults, room, self.settings)
+        tools = None
         if isinstance(asked, ChatRequest):
-            params = self._with_calls(asked, params)
+            tools = tool_use(asked, self.prompts, self.settings.tool_parser)
+            params = self._with_calls(asked, tools, params)
         speculation = self.allowed.of(asked.speculation, predicted=asked.predicted is not None)
-        return Job(asked, found, params, speculation, namespace, is_silent=asked.max_tokens == 0)
+        return Job(asked, found, params, speculation, namespace, is_silent=asked.max_tokens == 0, tools=tools)
 
-    def _with_calls(self, asked: ChatRequest, params: SamplingParams) -> SamplingParams:
-        """The parameters with which the text has the calls of tools that the request asks for."""
-        grammar, end = forced_calls(asked, self.prompts), only_call_ends_with(asked, self.prompts)
-        if grammar is not None:
-            if params.structured_outputs is not None:
-                problem = "the text cannot be a call and have a structure of its own"
-                raise ContradictionError("tool_choice", asked.tool_choice, problem, "Leave one of them out.")
-            check_size("tools", grammar, self.settings)
-            params = params.replace(structured_outputs=StructuredOutputs(grammar=grammar))
-        return params if end is None else params.replace(stop=(*params.stop, end))
+    def _with_calls(self, asked: ChatRequest, tools: ToolUse | None, params: SamplingParams) -> SamplingParams:
+        """The parameters with which the text has the calls of tools that the request requires."""
+        grammar = forced_calls(asked, tools)
+        if grammar is None:
+            return params
+        if params.structured_outputs is not None:
+            problem = "the text cannot be a call and have a structure of its own"
+            raise ContradictionError("tool_choice", asked.tool_choice, problem, "Leave one of them out.")
+        check_size("tools", grammar, self.settings)
+        return params.replace(structured_outputs=StructuredOutputs(grammar=grammar))
 
     def check_size(self, asked: CommonRequest) -> int:
         """The number of texts that a request asks for; known before its prompts are encoded.
@@ -324,6 +341,8 @@ _STRUCTURES = {
     "choice": "choice",
     "grammar": "grammar",
 }
+#: What clients of llama.cpp and text-generation-webui write for no seed, and for no limit of tokens.
+_NONE = -1
 #: What OpenAI's API writes of a completion where nobody says how much.
 _COMPLETION_TOKENS = 16
 
@@ -343,6 +362,8 @@ def sampling(asked: CommonRequest, defaults: SamplingParams, room: int, settings
     given = {name: getattr(asked, name) for name in _SAME if getattr(asked, name) is not None}
     if given.get("stop") in ("", []):
         del given["stop"]  # clients that mean none
+    if given.get("seed") == _NONE:
+        given["seed"] = None
     found = structure(asked, settings)
     if found is not None:
         given["structured_outputs"] = found
@@ -439,6 +460,8 @@ def _max_tokens(asked: CommonRequest, defaults: SamplingParams, room: int) -> di
         given = asked.max_completion_tokens
     if given == 0 and isinstance(asked, CompletionRequest) and asked.echo:
         return {"max_tokens": 1}  # which is not told: the prompt has to be read all the same
+    if given == _NONE:
+        return {"max_tokens": max(1, room)}
     if given is not None:
         return {"max_tokens": given}
     if "max_tokens" in defaults.model_fields_set:

@@ -8,6 +8,8 @@ import os
 import signal
 import socket
 import ssl
+from collections.abc import Callable
+from functools import partial
 from math import ceil
 from pathlib import Path
 from threading import Timer
@@ -20,9 +22,11 @@ import uvicorn
 from outrider.building import read_profile
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError
 from outrider.propose.settings import SpeculationConfig
-from outrider.server.access import AccessGuard, Protocol
+from outrider.server.access import AccessGuard
 from outrider.server.app import make_app
+from outrider.server.connections import ACCEPTED_AT_ONCE, Listener
 from outrider.server.errors import log
+from outrider.server.protocol import Protocol
 from outrider.server.service import Service
 from outrider.server.streams import PARTING_SECONDS
 
@@ -33,13 +37,14 @@ from outrider.server.streams import PARTING_SECONDS
 _HANGING_SECONDS = 15
 
 
-def listen(host: str, port: int, stalled_seconds: int) -> socket.socket:
+def listen(host: str, port: int, stalled_seconds: int, most: int = Listener.most) -> Listener:
     """A socket that clients can reach.
 
     Args:
         host: Its address.
         port: 0 takes a free one.
         stalled_seconds: A client that takes nothing of its answer for so long has left. Linux alone can tell.
+        most: Connections at a time.
 
     Raises:
         InvalidParameterError: The address cannot be had.
@@ -47,7 +52,8 @@ def listen(host: str, port: int, stalled_seconds: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol's number asyncio sends every event at once. Without, the system would hold events back until the
     # client acknowledges those before, for up to 40 ms.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    found.most = most
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # the connections that are accepted have it from this one
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stalled_seconds * 1000)
@@ -81,7 +87,39 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
             raise InvalidParameterError("ssl_certfile", str(certificate), problem, remedy) from None
 
 
-def serve(service: Service, place: socket.socket, *, drain_seconds: int, profile: Path | None = None, **tls: Any) -> None:
+class Hangups:
+    """What SIGHUP asks for, from the moment at which this is made. It does not end the process."""
+
+    def __init__(self) -> None:
+        self._renew: Callable[[], object] | None = None
+        self._is_asked = False
+        signal.signal(signal.SIGHUP, self._note)
+
+    def begin(self, renew: Callable[[], object]) -> None:
+        """Call `renew` for each signal from now on, and for those that came while nobody could."""
+        self._renew = renew
+        if self._is_asked:
+            renew()
+
+    def end(self) -> None:
+        """Do nothing any more. Python gives a signal its usual effect at its end, unless it is ignored."""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+        if self._renew is not None:
+            self._renew()
+
+
+def serve(
+    service: Service,
+    place: Listener,
+    hangups: Hangups,
+    *,
+    drain_seconds: int,
+    profile: Path | None = None,
+    **tls: Any,
+) -> None:
     """Serve until SIGTERM or Ctrl-C, then refuse what is new and let those who are being served finish.
 
     SIGHUP has the profile read again; see `Renewal`.
@@ -91,6 +129,7 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, profile
     Args:
         service: What to serve.
         place: Where.
+        hangups: Those that came while the model was loaded, and those to come.
         drain_seconds: How long requests may take to finish at the end; then they are ended with an error.
         profile: Who drafts, as `outrider tune` says; None where the command says it.
         tls: Options of uvicorn that begin with ssl_.
@@ -101,15 +140,19 @@ def serve(service: Service, place: socket.socket, *, drain_seconds: int, profile
         access_log=False,
         server_header=False,
         lifespan="on",
-        http=Protocol,  # not whatever else is installed: Ray brings a parser that has no limit for headers
+        # Not whatever else is installed: Ray brings a parser that has no limit for headers.
+        http=partial(Protocol, listener=place, settings=service.settings),  # type: ignore[arg-type]
+        backlog=ACCEPTED_AT_ONCE,
         loop="asyncio",
         **tls,
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends itself what it was sent once it has ended
-    server = _Server(config, service, drain_seconds, Renewal(service, profile))
+    place.handshake_seconds, place.is_tls = service.settings.header_seconds, bool(tls)
+    server = _Server(config, service, place, drain_seconds, Renewal(service, profile), hangups)
     try:
         server.run(sockets=[place])
     finally:
+        hangups.end()
         server.has_ended()
 
 
@@ -119,12 +162,23 @@ class _Server(uvicorn.Server):
     Args:
         config: Of uvicorn.
         service: What it serves.
+        listener: Where.
         drain_seconds: How long requests may take to finish.
         renewal: What SIGHUP asks for.
+        hangups: When it asks for it.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: int, renewal: Renewal) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        listener: Listener,
+        drain_seconds: int,
+        renewal: Renewal,
+        hangups: Hangups,
+    ) -> None:
         super().__init__(config)
+        self._listener, self._hangups = listener, hangups
         self._service, self._drain_seconds, self._renewal = service, drain_seconds, renewal
         self._renewing: set[asyncio.Task[None]] = set()
         self._end: float | None = None
@@ -133,9 +187,11 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._renew)
-        if self.started and sockets:
-            host, port = sockets[0].getsockname()[:2]
+        # Not a handler of the event loop: those end with it, and the next signal would end the process.
+        self._hangups.begin(partial(asyncio.get_running_loop().call_soon_threadsafe, self._renew))
+        if self.started:
+            self._listener.wait_in_line()
+            host, port = self._listener.getsockname()[:2]
             scheme = "https" if self.config.is_ssl else "http"
             url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             arithmetic = self._service.engine.llm.engine.runner.loaded.arithmetic
@@ -144,6 +200,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the answers that are still sent. Whoever does not take his answer is cut off before uvicorn would cancel
         it, and call that a fault."""
+        self._hangups.end()
         wait = max(0.0, (self._end or 0.0) + PARTING_SECONDS - monotonic())
         self.config.timeout_graceful_shutdown = ceil(wait + PARTING_SECONDS)
         parting = asyncio.get_running_loop().call_later(wait, self._cut_connections)
@@ -156,6 +213,8 @@ class _Server(uvicorn.Server):
             parting.cancel()
 
     def _renew(self) -> None:
+        if self.should_exit:
+            return
         task = asyncio.get_running_loop().create_task(self._renewal.run())
         self._renewing.add(task)  # the loop itself holds no task
         task.add_done_callback(self._renewing.discard)
@@ -168,6 +227,8 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; whether uvicorn closes its sockets now. Before that nobody would be told why."""
         self._watch()
+        if counter % 10 == 0:
+            self._listener.forget_closed()
         return await super().on_tick(counter) and self._is_drained()
 
     def _watch(self) -> None:
@@ -204,6 +265,7 @@ def _end_at_once() -> NoReturn:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one would find no handler any more while Python ends
     raise SystemExit(0)
 
 

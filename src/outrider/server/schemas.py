@@ -329,7 +329,13 @@ class PredictionShape(Shape):
     content: str | list[TextPart]
 
 
-class TextPart(Shape):
+class Turn(Shape):
+    """An object of a conversation, which clients give fields of their own. They go to the chat template."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+
+
+class TextPart(Turn):
     """A piece of a text."""
 
     type: Literal["text"]
@@ -452,23 +458,22 @@ class CompletionRequest(CommonRequest):
         return [self.prompt]  # type: ignore[list-item]
 
 
-class FunctionCall(Shape):
+class FunctionCall(Turn):
     """A call that the model made in an earlier turn."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any]
 
 
-class ToolCall(Shape):
+class ToolCall(Turn):
     """The same with its id."""
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # of a stream's piece, which Open WebUI sends back with the call
 
 
-class Message(Shape):
+class Message(Turn):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -476,9 +481,9 @@ class Message(Shape):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    provider_specific_fields: dict[str, Any] | None = None  # what LiteLLM adds to an answer, and sends back with it
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking_blocks: list[Any] | None = None  # Anthropic's thoughts, as LiteLLM sends them
     audio: None = None
     function_call: None = None
 

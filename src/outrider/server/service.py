@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from outrider.async_llm import AsyncLLM, AsyncStream
 from outrider.engine.engine import Engine
 from outrider.engine.thread import Health
-from outrider.errors import InvalidParameterError
+from outrider.errors import InvalidParameterError, UnsupportedParameterError
+from outrider.loading.templates import TemplateLimits
 from outrider.params import RequestOutput
 from outrider.propose.settings import SpeculationConfig
 from outrider.server.chat import blamed_tool, forces_calls
@@ -89,6 +90,7 @@ class Service:
         self.recorder = None if records is None else Recorder(records, keys.record_budgets, Origin.of(llm), self.metrics)
         self.deadlines = Deadlines()
         self.draining = False
+        llm.prompts.template_limits = TemplateLimits(settings.template_seconds, settings.template_mib)
         llm.engine.scheduler.tenants.weights = engine.preparing.turns.weights = keys.weights
         self._meters: dict[str | None, Meter] = {}
 
@@ -141,9 +143,9 @@ class Service:
         """What the body of a request says. A large body is read in another thread, when it is the tenant's turn.
 
         Raises:
-            ApiError, InputError: It is too large, or it cannot be read.
+            ApiError, InputError: It is too large or too slow, or it cannot be read.
         """
-        body = await call.body(self.settings.max_body_bytes)
+        body = await call.body(self.settings)
         check_values(body, self.settings.max_body_values)
         if len(body) <= _READ_AT_ONCE:
             return kind.read(body)
@@ -207,7 +209,7 @@ class Service:
     async def _refusal(self, job: Job, error: Exception) -> ApiError:
         """The answer to an error, in the words of the request."""
         asked, grammars = job.asked, self.engine.llm.engine.grammars
-        if not isinstance(error, InvalidParameterError) or error.field != "structured_outputs":
+        if not isinstance(error, InvalidParameterError | UnsupportedParameterError) or error.field != "structured_outputs":
             return api_error(error, field_names(asked))
         if isinstance(asked, ChatRequest) and forces_calls(asked):
             error = await self.engine.prepared(job.namespace, partial(blamed_tool, asked, error, grammars.start))

@@ -36,7 +36,7 @@ async def events(
     answer: Answer,
     streams: Sequence[AsyncStream],
     deadlines: Deadlines,
-    seconds: float | None,
+    end: float | None,
     failed: Callable[[BaseException], None],
 ) -> AsyncGenerator[bytes, None]:
     """The events of an answer.
@@ -45,13 +45,13 @@ async def events(
         answer: What is told of each piece.
         streams: One for each prompt, admitted already.
         deadlines: Those of the server.
-        seconds: How long the pieces may take; None for no limit.
+        end: When the pieces must be there, by the clock of the event loop; None for no limit.
         failed: Is told of an error that came too late for a status; the client is told by an event.
     """
     try:
         for chunk in answer.opening():
             yield event(chunk)
-        async with aclosing(within(deadlines, seconds, pieces(streams))) as found:
+        async with aclosing(within(deadlines, end, pieces(streams))) as found:
             async for place, piece in found:
                 told = answer.chunk(place, piece)
                 if told is not None:
@@ -64,7 +64,7 @@ async def events(
     yield DONE
 
 
-async def within(deadlines: Deadlines, seconds: float | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+async def within(deadlines: Deadlines, end: float | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
     """The items of another generator, as long as they come in time.
 
     The time runs while an item is waited for and while it is used, and only the wait is broken off.
@@ -73,7 +73,6 @@ async def within(deadlines: Deadlines, seconds: float | None, items: AsyncGenera
         TimeoutError: It is over.
         ApiError: The server has to end.
     """
-    end = None if seconds is None else asyncio.get_running_loop().time() + seconds
     async with aclosing(items):
         while True:
             async with deadlines.until(end):

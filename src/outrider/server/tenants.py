@@ -108,6 +108,8 @@ def _read(lines: Sequence[str], field: str, place: str) -> ApiKeys:
         if not key:
             raise InvalidParameterError(field, place.format(number), "there is no key", "Write tenant: key.")
         tenant = name.strip() if colon else f"key-{_digest(key).hex()[:8]}"
+        if not tenant:
+            raise InvalidParameterError(field, place.format(number), "the tenant has no name", "Write tenant: key.")
         if tenants.setdefault(key, tenant) != tenant:
             problem = f"another line gives this key to {tenants[key]}"
             raise InvalidParameterError(field, place.format(number), problem, "Give every tenant a key of its own.")

@@ -1,71 +1,58 @@
-"""Tool calls: they are constrained, parsed, and followed while they are written."""
+"""Tool calls: they are constrained, and heard while they are written."""
 
 from __future__ import annotations
 
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from outrider.errors import UnsupportedParameterError
+from outrider.server.tool_forms import FORMS, Schemas, ToolForm
+from outrider.server.tool_reader import NoCallError, Reader, Steps
+from outrider.structured.structures import followed
 
-# --- Parses and constrains tool calls: Hermes' form, which Qwen shares, and Llama's.
+# --- Constrains calls of tools.
 
-
-#: How a model writes calls. Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call> anywhere in the text.
-#: Llama: the whole text is {"name": ..., "parameters": {...}}, or several of them with ";" between them.
-ToolForm = Literal["hermes", "llama"]
 
 #: Calls that a text may have where some are required. A text would otherwise go on with calls until its length is reached.
 MAX_CALLS = 16
-_OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_LLAMA_TAG = "<|python_tag|>"
-#: How a call begins, up to its arguments, where these are an object.
-_BEGINS = {
-    form: re.compile(rf'\s*\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{name}"\s*:\s*(?=\{{)')
-    for form, name in (("hermes", "arguments"), ("llama", "parameters"))
+#: What stands before the name of a function, between name and arguments, behind them, and between two calls.
+_FRAMES: dict[ToolForm, tuple[str, str, str, str]] = {
+    "hermes": ('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", "\n"),
+    "llama": ('{"name": ', ', "parameters": ', "}", "; "),
 }
 #: White space as json.dumps writes it, and as models were shown it; otherwise a model may write spaces for ever.
 _SPACES = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 
 
-def tool_form(template: str | None) -> ToolForm:
-    """The form in which a model with this chat template calls tools.
-
-    Raises:
-        UnsupportedParameterError: The template knows no tools, or another form.
-    """
-    if template is None or "tools" not in template:
-        raise UnsupportedParameterError("tools", "...", "the model's chat template knows no tools", "Leave them out.")
-    if _OPEN in template and '"arguments"' in template.replace("'", '"').replace("\\", ""):
-        return "hermes"
-    if _LLAMA_TAG in template or '"parameters"' in template.replace("\\", ""):
-        return "llama"
-    problem = "the model's chat template writes calls in a form that this server cannot read"
-    raise UnsupportedParameterError("tools", "...", problem, "Use a model that writes Hermes', Qwen's or Llama's form.")
-
-
-def calls_grammar(form: ToolForm, schemas: Mapping[str, dict[str, Any] | None], *, several: bool) -> str:
+def calls_grammar(form: ToolForm, schemas: Mapping[str, dict[str, Any]], *, several: bool) -> str:
     """A grammar, in Lark, of a text that is nothing but calls, with arguments of the right shape.
 
     Args:
         form: How the model writes calls.
-        schemas: What the arguments of each function look like; None for any object.
+        schemas: What the arguments of each function look like.
         several: Whether there may be more than one call, and up to MAX_CALLS.
+
+    Raises:
+        UnsupportedParameterError: There is no grammar for this form yet.
     """
-    before, between, after, separator = {
-        "hermes": (f'{_OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CLOSE}", "\n"),
-        "llama": ('{"name": ', ', "parameters": ', "}", "; "),
-    }[form]
+    if form not in _FRAMES:
+        problem = "calls can be required of models that write Hermes', Qwen's or Llama's JSON form"
+        raise UnsupportedParameterError("tool_choice", form, problem, 'Use "auto", which hears calls in this form, too.')
+    before, between, after, separator = _FRAMES[form]
     rules = [f"start: call ({json.dumps(separator)} call){{0,{MAX_CALLS - 1}}}" if several else "start: call"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(schemas))))
     for number, (name, schema) in enumerate(schemas.items()):
         head = json.dumps(before + json.dumps(name) + between)
         rules.append(f"call_{number}: {head} arguments_{number} {json.dumps(after)}")
-        rules.append(f"arguments_{number}: %json {json.dumps({**(schema or {'type': 'object'}), **_SPACES})}")
+        rules.append(f"arguments_{number}: %json {json.dumps({**followed(schema), **_SPACES})}")
     return "\n".join(rules)
+
+
+# --- Hears calls of tools in a growing text.
 
 
 @dataclass(frozen=True)
@@ -81,206 +68,196 @@ class Heard:
     calls: tuple[dict[str, Any], ...] = ()
 
 
+@dataclass(frozen=True)
+class ToolUse:
+    """How calls are heard in the answers to a request; the attributes are those of a ToolListener.
+
+    Attributes:
+        shown: The same by token id.
+    """
+
+    form: ToolForm
+    schemas: Schemas
+    shown: Mapping[int, str]
+    only_calls: bool
+    max_calls: int | None
+
+    def listener(self, *, in_parts: bool) -> ToolListener:
+        """One for a text that has yet to begin."""
+        return ToolListener(
+            self.form,
+            only_calls=self.only_calls,
+            in_parts=in_parts,
+            schemas=self.schemas,
+            shown=self.shown.values(),
+            max_calls=self.max_calls,
+        )
+
+
+def special_marks(form: ToolForm, tokenizer: Any) -> dict[int, str]:
+    """The marks of a form that are special tokens of a tokenizer, which texts do not show by themselves."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    added = {} if backend is None else backend.get_added_tokens_decoder()
+    marks = {*FORMS[form].opens, *FORMS[form].marks}
+    return {id: token.content for id, token in added.items() if token.special and token.content in marks}
+
+
 class ToolListener:
-    """Reads a growing text and takes the calls out of it. What may become a call is held back; what is none is text.
+    """Reads a growing text and takes the calls out of it. What may become a call is held back; what is none is text. How
+    the text is cut changes nothing. White space before the first words, and behind a call, is told when words follow.
 
     Args:
         form: How the model writes calls.
         only_calls: Whether the text is nothing but calls. Then a call that was cut off is not told.
-        in_parts: Whether the arguments of a call are told while they are written. In Llama's form this needs a text that is
-            nothing but calls, since only the end of another text tells whether it is one.
+        in_parts: Whether the arguments of a call are told while they are written, where the form writes JSON. Where a text
+            with calls is nothing else, this needs one of which that is known, since only the end of another text tells it.
+        schemas: The arguments of each function, which tell texts from numbers in forms that write both alike.
+        shown: Special tokens of the form that are in the text. No reader sees them.
+        max_calls: Further ones are passed over; None for no limit.
     """
 
-    def __init__(self, form: ToolForm, *, only_calls: bool = False, in_parts: bool = False) -> None:
-        self._form = form
-        self._only_calls = only_calls
-        self._in_parts = in_parts and (form == "hermes" or only_calls)
-        self._arguments: GrowingObject | None = None  # of the call that is told in parts
-        self._is_text = False  # nothing in the rest of it is a call
-        self._held = ""
+    def __init__(
+        self,
+        form: ToolForm,
+        *,
+        only_calls: bool = False,
+        in_parts: bool = False,
+        schemas: Schemas | None = None,
+        shown: Collection[str] = (),
+        max_calls: int | None = None,
+    ) -> None:
+        self._form, self._schemas, self._shown = FORMS[form], schemas or {}, frozenset(shown)
+        self._only_calls, self._max_calls = only_calls, max_calls
+        self._in_parts = in_parts and (only_calls or not self._form.is_whole)
+        self._marks = (*self._form.opens, *self._shown)
+        self._mark = re.compile("|".join(map(re.escape, sorted(self._marks, key=len, reverse=True))) or "(?!)")
+        self._reader = Reader("")
+        self._steps: Steps[None] | None = self._form.call(self._reader, self._schemas) if self._form.at_start else None
+        self._blank: str | None = ""  # white space that is held back; None where words have been told
+        self._call: list[str] = []  # of one that is not told before it is whole: its name, and its arguments in parts
+        self._whole: list[list[str]] = []  # calls that are told when nothing can make them text any more
+        self._is_muted = False
+        self._parts: list[dict[str, Any]] = []  # what is told next
         self.num_calls = 0
 
     def hear(self, text: str) -> Heard:
         """More of the text."""
-        if self._is_text:
-            return Heard(text)
-        self._held += text
-        if self._form == "hermes":
-            return self._hear_hermes()
-        return Heard(calls=tuple(self._hear_llama_parts())) if self._in_parts else self._hear_llama()
+        self._reader.text += text
+        return self._heard(self._run())
 
     def finish(self) -> Heard:
         """There is no more text."""
-        held, self._held = self._held, ""
-        if self._arguments is not None:
-            return Heard()  # what there is of its arguments was told
-        if self._form == "llama":
-            calls = _llama_calls(held, cut_off=self._only_calls)
-        else:  # the text may end where the call does
-            call = _call(held.removeprefix(_OPEN), "arguments") if held.startswith(_OPEN) else None
-            calls = [] if call is None else [call]
-        return Heard(calls=self._numbered(calls)) if calls or self._only_calls else Heard(held)
+        self._reader.ended = True
+        content = self._run()
+        return self._heard(content if self.num_calls else (self._blank or "") + content)
 
-    def _hear_hermes(self) -> Heard:
-        content, calls = "", list[dict[str, Any]]()
+    def _heard(self, content: str) -> Heard:
+        calls, self._parts = tuple(self._parts), []
+        return Heard("" if self._only_calls else content, calls)
+
+    def _run(self) -> str:
+        """Read as far as the text goes; returns what of it is content."""
+        content = ""
         while True:
-            if self._arguments is not None:
-                calls += self._more_arguments(CLOSE)
-                if self._arguments is not None:
-                    break
-            before, found, rest = self._held.partition(_OPEN)
-            if not found:
-                kept = _begun(self._held, _OPEN)
-                content += self._held[: len(self._held) - kept]
-                self._held = self._held[len(self._held) - kept :]
-                break
-            inside, closed, after = rest.partition(CLOSE)
-            content += before
-            self._held = found + rest
-            if not closed:
-                if begun := self._begun_call(rest):
-                    calls.append(begun)
+            if self._steps is None:
+                before, found = self._plain()
+                content += self._words(before)
+                if found is None:
+                    return content
+                if self._form.is_whole:  # behind its beginning nothing is a call, and the mark is only not shown
+                    self._go_on(len(found[0]))
                     continue
-                break
-            call = _call(inside, "arguments")
-            if call is None:
-                content += found + inside + closed
+                self._steps = self._form.call(self._reader, self._schemas)
+            try:
+                next(self._steps)
+            except (StopIteration, NoCallError, RecursionError) as end:
+                content += self._words(self._over(is_sound=isinstance(end, StopIteration)))
             else:
-                calls += self._numbered([call])
-            self._held = after
-        if self.num_calls:
-            content = "" if not content.strip() else content  # white space between calls is no answer
-        return Heard(content, tuple(calls))
+                self._take()
+                return content
 
-    def _hear_llama_parts(self) -> Iterator[dict[str, Any]]:
-        while True:
-            if self._arguments is not None:
-                yield from self._more_arguments("}")
-            if self._arguments is not None:
-                return
-            begun = self._begun_call(self._held.lstrip("; \n\t").removeprefix(_LLAMA_TAG))
-            if begun is None:
-                return
-            yield begun
+    def _plain(self) -> tuple[str, re.Match[str] | None]:
+        """The text before the next mark, and the mark if there is one. What may become a mark is left."""
+        text = self._reader.text
+        found = self._mark.search(text)
+        known = len(text) - (0 if self._reader.ended else _begun(text, self._marks))
+        end = known if found is None else found.start()
+        self._go_on(end)
+        return text[:end], found
 
-    def _begun_call(self, text: str) -> dict[str, Any] | None:
-        """The first part of a call that a text begins with; None where the text does not go as far as its arguments."""
-        found = _BEGINS[self._form].match(text) if self._in_parts else None
-        try:
-            name = None if found is None else json.loads(found[1])
-        except ValueError:  # an escape that JSON does not have; so this is no call
-            name = None
-        if found is None or name is None:
-            return None
-        self._arguments = GrowingObject()
-        arguments, self._held = self._arguments.split(text[found.end() :])
-        (call,) = self._numbered([{"function": {"name": name, "arguments": arguments}}])
-        return call
+    def _go_on(self, place: int) -> None:
+        """Read from here on; what was read before is done with."""
+        self._reader, ended = Reader(self._reader.text[place:]), self._reader.ended
+        self._reader.ended = ended
 
-    def _more_arguments(self, close: str) -> Iterator[dict[str, Any]]:
-        """The next part of the call that is told in parts. It is over behind its arguments, where `close` stands."""
-        assert self._arguments is not None
-        arguments, self._held = self._arguments.split(self._held)
-        if arguments:
-            yield {"index": self.num_calls - 1, "function": {"arguments": arguments}}
-        _, closed, after = self._held.partition(close)
-        if self._arguments.is_whole and closed:
-            self._arguments, self._held = None, after
+    def _over(self, *, is_sound: bool) -> str:
+        """A description has come to its end, or to what is no call; returns what is content all the same."""
+        self._take()
+        reader, self._steps = self._reader, None
+        if self._form.is_whole and not self._only_calls and (reader.is_open or not is_sound):
+            self._whole = []  # calls with something else behind them are none
+            self._go_on(0)
+            return ""
+        self._tell_whole()
+        is_cut_off = reader.ended and not is_sound and reader.at >= len(reader.text)
+        if is_cut_off and reader.settled:  # within what closes calls, or goes on with them
+            self._go_on(len(reader.text))
+            return ""
+        if reader.is_open:  # it was cut off within its arguments
+            self._go_on(len(reader.text))
+            return "" if self._in_parts else reader.text[reader.settled :]
+        mark = None if is_sound or reader.settled else self._mark.match(reader.text)
+        self._go_on(reader.at if is_sound else reader.settled if mark is None else mark.end())
+        return "" if mark is None or mark[0] in self._shown else mark[0]
 
-    def _hear_llama(self) -> Heard:
-        start = self._held.lstrip()
-        if not start or start[0] == "{" or start.startswith(_LLAMA_TAG) or _LLAMA_TAG.startswith(start):
-            return Heard()
-        content, self._held, self._is_text = self._held, "", True
-        return Heard(content)
+    def _words(self, text: str) -> str:
+        """What is told of this content."""
+        if self._blank is None:
+            return text
+        text = self._blank + text
+        self._blank = None if text.strip() else text
+        return text if self._blank is None else ""
 
-    def _numbered(self, calls: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-        found = []
-        for call in calls:
-            found.append({"index": self.num_calls, "id": f"call_{secrets.token_hex(12)}", "type": "function", **call})
-            self.num_calls += 1
-        return tuple(found)
+    def _take(self) -> None:
+        """What the reader has told of calls."""
+        told, self._reader.told = self._reader.told, []
+        for kind, text in told:
+            if self._in_parts:
+                self._tell(kind, text)
+            elif kind == "begin":
+                self._call = [text]
+            elif kind == "arguments":
+                self._call.append(text)
+            else:
+                self._whole.append(self._call)
+        if not self._form.is_whole:
+            self._tell_whole()
 
+    def _tell_whole(self) -> None:
+        for name, *arguments in self._whole:
+            self._tell("begin", name)
+            self._tell("arguments", "".join(arguments))
+        self._whole = []
 
-def _begun(text: str, mark: str) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
-    return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
-
-
-def _call(text: str, arguments: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return _function(found, arguments)
-
-
-def _function(found: Any, arguments: str) -> dict[str, Any] | None:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    given = found.get(arguments, {})
-    written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-    return {"function": {"name": found["name"], "arguments": written}}
-
-
-def _llama_calls(text: str, *, cut_off: bool) -> list[dict[str, Any]]:
-    """The calls that make up a whole text; none where anything in it is no call, but for a last one that may be cut off."""
-    found = [_function(call, "parameters") for call in _json_objects(text.strip().removeprefix(_LLAMA_TAG))]
-    if cut_off and found and found[-1] is None:
-        found.pop()
-    return [] if None in found else [call for call in found if call is not None]
-
-
-def _json_objects(text: str) -> Iterator[Any]:
-    """JSON values one behind the other, with ";" between them; None for what is no JSON."""
-    decoder, place = json.JSONDecoder(), 0
-    while place < len(text):
-        if text[place] in "; \n\t":
-            place += 1
-            continue
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            yield None
+    def _tell(self, kind: str, text: str) -> None:
+        if kind == "begin":
+            self._blank = ""
+            self._is_muted = self._max_calls is not None and self.num_calls >= self._max_calls
+        if self._is_muted or kind == "end":
             return
-        yield value
+        if kind == "begin":
+            function = {"name": text, "arguments": ""}
+            call = {"index": self.num_calls, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            self._parts.append({**call, "function": function})
+            self.num_calls += 1
+        elif self._parts and self._parts[-1]["index"] == self.num_calls - 1:
+            self._parts[-1]["function"]["arguments"] += text
+        elif text:
+            self._parts.append({"index": self.num_calls - 1, "function": {"arguments": text}})
 
 
-# --- Follows a JSON object while it is written, to tell a client the arguments of a call as they come.
-
-
-#: What may change where an object ends: texts begin and end, signs in them are escaped, objects and lists open and close.
-_SIGNS = re.compile(r'[\\"{}\[\]]')
-
-
-class GrowingObject:
-    """A JSON object of which more and more is known.
-
-    Attributes:
-        is_whole: Whether it has ended.
-    """
-
-    def __init__(self) -> None:
-        self.is_whole = False
-        self._depth = 0
-        self._in_text = self._is_escaped = False
-
-    def split(self, text: str) -> tuple[str, str]:
-        """What of the next piece of text belongs to it, and what comes behind it."""
-        if self.is_whole:
-            return "", text
-        place = 1 if self._is_escaped and text else 0
-        self._is_escaped = self._is_escaped and not text
-        while found := _SIGNS.search(text, place):
-            place = found.end()
-            if found[0] == "\\":
-                self._is_escaped = place == len(text)
-                place += 1
-            elif found[0] == '"':
-                self._in_text = not self._in_text
-            elif not self._in_text:
-                self._depth += 1 if found[0] in "{[" else -1
-                if self._depth <= 0:
-                    self.is_whole = True
-                    return text[:place], text[place:]
-        return text, ""
+def _begun(text: str, marks: Collection[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    longest = max(map(len, marks), default=1)
+    sizes = range(min(longest - 1, len(text)), 0, -1)
+    return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)

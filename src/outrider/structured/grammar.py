@@ -8,6 +8,7 @@ the work of later masks too, and a text that comes to a bound is ended alone.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.errors import ContradictionError, InvalidParameterError, OutriderError, UnsupportedParameterError
+from outrider.errors import ContradictionError, InputError, InvalidParameterError, OutriderError, UnsupportedParameterError
 from outrider.params import StructuredOutputs
 from outrider.structured.structures import StructureError, StructureVocabulary, Written, compiled
 from outrider.structured.trials import Trials
@@ -50,8 +51,12 @@ _TOO_MUCH = (
     "precomputation failed",
     "too much work",
 )
-#: And where nothing more may follow, although the structure is not complete.
+#: And where nothing more may follow, although the structure is not complete, or where no text has the structure at all.
 _DEAD_END = "NoExtension"
+_DEAD_ENDS = (_DEAD_END, "Unsatisfiable schema")
+#: And of what is sound and not supported.
+_UNKNOWN_KEYWORDS = re.compile(r'Unimplemented keys: \["(.*?)"')
+_UNSUPPORTED = ("not supported", "Default retriever does not fetch resources")
 
 
 class GrammarError(OutriderError):
@@ -272,7 +277,8 @@ class GrammarCompiler:
         """A text that has yet to begin, with its first mask. Any thread may call this, and it may take tenths of a second.
 
         Raises:
-            UnsupportedParameterError: The extra is not installed.
+            UnsupportedParameterError: The extra is not installed, or the structure is sound and asks for what the library
+                cannot follow.
             ContradictionError: The model has no tokenizer, or no token that ends a text.
             InvalidParameterError: The structure is malformed, no text has it, it is larger than one of the limits here, or
                 it is too much for an automaton.
@@ -359,14 +365,20 @@ def _check_size(structure: StructuredOutputs, num_characters: int) -> None:
         )
 
 
-def _refused(structure: StructuredOutputs, reason: object) -> InvalidParameterError:
-    """Why a structure cannot be followed: it is more than an automaton can do, nothing has it, or it is written wrongly."""
+def _refused(structure: StructuredOutputs, reason: object) -> InputError:
+    """Why a structure cannot be followed: it is more than an automaton can do, nothing has it, it asks for what is not
+    supported, or it is written wrongly."""
     line = _first_line(reason)
     if _is_too_much(line):
         remedy = "Use fewer or shorter repetitions, fewer alternatives, smaller multiples, and less nesting."
         return InvalidParameterError(_FIELD, _given(structure), f"it is too much for an automaton ({line})", remedy)
-    if _DEAD_END in line:
+    if any(part in line for part in _DEAD_ENDS):
         return InvalidParameterError(_FIELD, _given(structure), "no text can have it", "Give one that a text can have.")
+    keywords = _UNKNOWN_KEYWORDS.search(line)
+    if keywords is not None or any(part in line for part in _UNSUPPORTED):
+        said = line if keywords is None else f"the keyword {keywords[1]}"
+        problem = f"it is sound, but asks for what is not supported here ({said})"
+        return UnsupportedParameterError(_FIELD, _given(structure), problem, "Say it in another way, or leave it out.")
     return InvalidParameterError(_FIELD, _given(structure), f"it is malformed ({line})", "Correct it.")
 
 

@@ -86,8 +86,44 @@ class StructureVocabulary:
         return cls(plain.to_str(), size, tuple(ends))
 
     def wrapped(self, library: Any) -> Any:
-        """The same for llguidance; it takes a second where the vocabulary is large."""
-        return library.LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=list(self.ends))
+        """The same for llguidance; it takes a second or two where the vocabulary is large."""
+        ends = list(self.ends)
+        read = library.LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=ends)
+        encoder = library.TokenizerWrapper(_Encoder(self, read))
+        return library.LLTokenizer(encoder, n_vocab=self.size, eos_token=ends)
+
+
+class _Encoder:
+    """What a tokenizer makes of the text of a structure, in the form that llguidance asks for.
+
+    By itself the library takes every added token that looks like `<tool_call>` for one that has no text. But the text of a
+    token that is not a special one is part of what is written, so structures have to match it, and where they leave no
+    choice it is to be written by that token, as the model has learned. The text of a special token is in no answer. Where a
+    structure has such a text it is written in pieces; Lark names the token itself without quotes.
+
+    Args:
+        vocabulary: The tokens.
+        read: The same, as llguidance reads it by itself.
+    """
+
+    def __init__(self, vocabulary: StructureVocabulary, read: Any) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_str(vocabulary.tokenizer)
+        self._tokenizer.encode_special_tokens = True  # to pieces
+        added = self._tokenizer.get_added_tokens_decoder()
+        has_text = {number for number, token in added.items() if not token.special}
+        numbers = range(vocabulary.size)
+        self.tokens = [read.decode_bytes([number]) for number in numbers]
+        self.special_token_ids = [number for number in numbers if read.is_special_token(number) and number not in has_text]
+        self.eos_token_id, self.bos_token_id = vocabulary.ends[0], None
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        if not isinstance(text, str):
+            raise TypeError("bytes")  # so the library finds out that it has to ask with texts
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return found
 
 
 def compiled(written: Written, vocabulary: Any, library: Any) -> tuple[Any, bytes]:
@@ -142,8 +178,55 @@ def _source(written: Written, library: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _from_schema(schema: str, library: Any) -> str:
-    read = json.loads(schema)
+    written = json.loads(schema)
+    read = followed(written)
     own = read.get("x-guidance") if isinstance(read, dict) else None
     defaults = None if own else {"whitespace_pattern": _WHITESPACE}
-    grammar: str = library.LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
+    text = schema if read == written else json.dumps(read)
+    grammar: str = library.LLMatcher.grammar_from_json_schema(text, defaults=defaults)
     return grammar
+
+
+#: Formats that texts are held to. All others only annotate, as JSON Schema has it: `path`, `password`, `binary`.
+FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+#: Keywords that the library does not know, with values that ask for nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "not": (False,),
+}
+#: Keywords whose value is a schema for each name in it, and those whose value is no schema, whatever it looks like.
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"enum", "const", "default", "examples", "required", "x-guidance"})
+
+
+def followed(schema: Any) -> Any:
+    """What a schema asks of a text: without what only annotates, and without keywords that ask for nothing. One that is
+    nested too deeply for this is left to the library, which says so."""
+    try:
+        return _followed(schema)
+    except RecursionError:
+        return schema
+
+
+def _followed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_followed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return {} if schema is True else schema
+    found = {}
+    for name, value in schema.items():
+        if name == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
+        if name in _NEUTRAL and any(type(value) is type(each) and value == each for each in _NEUTRAL[name]):
+            continue
+        if name in _BY_NAME and isinstance(value, dict):
+            found[name] = {inner: _followed(each) for inner, each in value.items()}
+        else:
+            found[name] = _followed(value) if isinstance(value, dict | list) and name not in _VALUES else value
+    return found

@@ -353,25 +353,30 @@ INLINE int_lanes zeros_of_pairs(const uint8_t *zeros) {
 typedef int16_t short_lanes __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
 
 enum { GROUP_NUMBERS = 2 }; /* of a group of a row in bytes: see rows.inc */
+/* The numbers of a unit of a row in bytes, by which weights in blocks are multiplied: its scale; the scaled sums of the unit and of its
+ * halves; and these sums in whole numbers, each with its sign turned. */
+enum { ROW_SCALE = 0, SCALED_SUM = 1, SCALED_FIRST = 2, SCALED_SECOND = 3, LESS_SUM = 4, LESS_FIRST = 5, LESS_SECOND = 6, UNIT_NUMBERS = 8 };
 
 /* What is added to signed weights, because the instruction for products of four bytes takes unsigned ones. */
 #define BYTE_BIAS (QUAD_DOTS ? 128 : 0)
 
 /* Adds the products of four weights and four numbers of a row to each lane. Weights of 4 bits are unsigned, those of 8 bits signed,
  * and where there is a bias they count as so much more. */
-INLINE int_lanes add_quads(int_lanes sum, int_lanes weights, const int is_signed, int32_t values) {
+INLINE int_lanes add_quads(int_lanes sum, int_lanes weights, const int is_signed, const float *quad) {
+    int32_t values;
+    memcpy(&values, quad, sizeof values);
 #if QUAD_DOTS
     if (is_signed) weights ^= (int_lanes){0} + (int32_t)0x80808080;
     return (int_lanes)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(values));
 #elif defined(__AVX512F__)
     /* Products of a pair of bytes fit 16 bits where one of them is at most 128 in size, as here. */
-    const __m512i quads = _mm512_set1_epi32(values), ones = _mm512_set1_epi16(1);
+    const __m512i ones = _mm512_set1_epi16(1);
+    __m512i size = (__m512i)weights, quads = _mm512_set1_epi32(values);
     if (is_signed) {
-        const __m512i low = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)weights, 8), 8), high = _mm512_srai_epi16((__m512i)weights, 8);
-        const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(quads, 8), 8), odd = _mm512_srai_epi16(quads, 8);
-        return sum + (int_lanes)_mm512_madd_epi16(low, even) + (int_lanes)_mm512_madd_epi16(high, odd);
+        quads = _mm512_mask_sub_epi8(quads, _mm512_movepi8_mask(size), _mm512_setzero_si512(), quads);
+        size = _mm512_abs_epi8(size);
     }
-    return sum + (int_lanes)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)weights, quads), ones);
+    return sum + (int_lanes)_mm512_madd_epi16(_mm512_maddubs_epi16(size, quads), ones);
 #elif defined(__AVX2__)
     const __m256i quads = _mm256_set1_epi32(values), ones = _mm256_set1_epi16(1);
     __m256i size = (__m256i)weights, turned = quads;
@@ -391,6 +396,15 @@ INLINE int_lanes add_quads(int_lanes sum, int_lanes weights, const int is_signed
         sum += (is_signed ? raised >> 24 : (int_lanes)((uint_lanes)raised >> 24)) * value;
     }
     return sum;
+#endif
+}
+
+/* The bits of `upper` that are in the mask, over those of `lower`. */
+INLINE int_lanes bits_of_both(int_lanes lower, int_lanes upper, int_lanes mask) {
+#if defined(__AVX512F__)
+    return (int_lanes)_mm512_ternarylogic_epi32((__m512i)lower, (__m512i)upper, (__m512i)mask, 0xf8);
+#else
+    return lower | (upper & mask);
 #endif
 }
 
@@ -416,11 +430,13 @@ INLINE int_lanes bytes_of_16(const int8_t *table, int_lanes codes) {
 #if defined(__AVX2__) && !QUAD_DOTS
 /* So many steps of weights of 4 bits are added in 16 bits: 8 times two products of 15 and 127 are 30480. */
 #define SHORT_STEPS 8
-INLINE short_lanes add_quads_shortly(short_lanes sum, int_lanes weights, int32_t values) {
+INLINE short_lanes short_products(int_lanes weights, const float *values) {
+    int32_t bytes;
+    memcpy(&bytes, values, sizeof bytes);
 #if defined(__AVX512F__)
-    return sum + (short_lanes)_mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(values));
+    return (short_lanes)_mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(bytes));
 #else
-    return sum + (short_lanes)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(values));
+    return (short_lanes)_mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(bytes));
 #endif
 }
 
@@ -449,6 +465,17 @@ INLINE int_lanes rounded(floats values) {
     int_lanes found;
     for (int i = 0; i < FLOAT_LANES; i++) found[i] = (int32_t)rintf(values[i]);
     return found;
+#endif
+}
+
+/* Writes whole numbers that fit a byte. */
+INLINE void write_bytes(int_lanes whole, int8_t *bytes) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)bytes, _mm512_cvtepi32_epi8((__m512i)whole));
+#else
+    typedef int8_t narrow __attribute__((vector_size(VECTOR_BYTES / 4), aligned(1)));
+    const narrow few = __builtin_convertvector(whole, narrow);
+    memcpy(bytes, &few, sizeof few);
 #endif
 }
 

@@ -75,7 +75,7 @@ def _clock(seconds: float) -> str:
 @contextmanager
 def shown_progress(console: Console) -> Iterator[Progress]:
     """A bar for what is being measured, on a terminal; elsewhere a line every half minute."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
     from outrider.lab.measure.figures import Progress
@@ -84,7 +84,13 @@ def shown_progress(console: Console) -> Iterator[Progress]:
         with Heartbeat(lambda line: console.print(line, markup=False, soft_wrap=True)) as heartbeat:
             yield Progress(heartbeat.expect, heartbeat.advance)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Bars(*columns, console=console, transient=True) as bars:
         task = bars.add_task("", total=1)
         yield Progress(lambda what, turns: bars.reset(task, description=what, total=turns), lambda: bars.advance(task))

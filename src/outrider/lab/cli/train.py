@@ -38,7 +38,9 @@ class Training:
 
     data: Annotated[Path, typer.Option(help="A folder that `outrider train data` has made.")]
     out: Annotated[Path, typer.Option(help="Folder of the result. The same command goes on where it was broken off.")]
-    target: Target = None
+    target: Annotated[
+        str | None, typer.Option(help="Folder or hub id; without one, the target that the manifest of the data names.")
+    ] = None
     loss: Annotated[
         str,
         typer.Option(help="forward_kl, reverse_kl, jsd, total_variation, cross_entropy; some take accepted_length."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -151,7 +152,8 @@ def _tune(
     draft = draft_model or (default_model("draft") if model is None else None)
     llm = options.load(notes, model, "none", prefix_caching=False, max_num_seqs=plan.concurrency, **how)
     with shown_progress(notes) as progress:
-        results = Tuner(llm, candidates(llm, ways, draft), traffic, plan, progress).run()
+        tell = partial(notes.print, style="dim", markup=False)
+        results = Tuner(llm, candidates(llm, ways, draft), traffic, plan, progress, tell).run()
     best = results.recommendation
     if best.disturbed:
         return results, None

@@ -11,6 +11,7 @@ from outrider.errors import OutriderError
 from outrider.lab.doctor.verdict import Finding, Level
 from outrider.loading.configuration import read_context
 from outrider.loading.sources import check_sources
+from outrider.loading.templates import TemplateLimits, render_conversation, renders_by_template
 from outrider.loading.tokenizers import given_tokenizer
 from outrider.model.vocabulary import ModelVocabulary
 from outrider.propose.bridge import VocabularyReport, report
@@ -95,6 +96,8 @@ def _rendered(tokenizer: Any) -> str | None:
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     try:
+        if renders_by_template(tokenizer):
+            return render_conversation(tokenizer, _CONVERSATION, None, {}, TemplateLimits())
         return str(tokenizer.apply_chat_template(_CONVERSATION, tokenize=False))
     except Exception:  # whatever the template itself raises
         return None

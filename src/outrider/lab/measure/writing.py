@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
@@ -291,6 +291,7 @@ def interleave(
     contestants: Sequence[Contestant],
     on_turn: Callable[[Contestant], None] = lambda _: None,
     on_dropout: Callable[[Contestant, OtherEngineError], None] = lambda *_: None,
+    who_goes_on: Callable[[Mapping[str, list[Run]]], Collection[str]] | None = None,
 ) -> dict[str, list[Run]]:
     """The runs of each contestant, by its name.
 
@@ -303,7 +304,10 @@ def interleave(
         contestants: The contestants in the order of their turns.
         on_turn: Called after every turn.
         on_dropout: Called when a peer fails. It gets no further turns, and those that it had do not count.
+        who_goes_on: Called after every round, and names the contestants of the next one; None for all. The others keep
+            their runs, and where it names nobody there is no next round.
     """
+    writing = {contestant.name for contestant in contestants}
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     turns = 0
 
@@ -311,7 +315,7 @@ def interleave(
         nonlocal turns
         found, turns = {}, turns + 1
         for contestant in contestants if turns % 2 else reversed(contestants):
-            if contestant.name not in runs:
+            if contestant.name not in runs or contestant.name not in writing:
                 continue
             try:
                 found[contestant.name] = contestant.write(tasks)
@@ -330,6 +334,10 @@ def interleave(
         for name, run in found.items():
             if name in runs:
                 runs[name].append(run)
+        if who_goes_on is not None:
+            writing &= {*who_goes_on(runs)}
+            if not writing:
+                break
     return runs
 
 

@@ -26,11 +26,13 @@ class Source:
         kind: "prompt" is one prompt; "text" is cut into prompts; "messages" is a conversation, in which every turn of the
             user ends a prompt.
         content: A text, token ids, or messages.
+        tools: The functions that a conversation may call.
     """
 
     where: str
     kind: str
     content: Any
+    tools: Any = None
 
 
 def read_sources(path: Path, *, without: Path | None = None) -> list[Source]:
@@ -118,6 +120,7 @@ def _read_line(where: str, line: str) -> Source:
         raise InvalidParameterError("prompts", where, "its 'prompt_token_ids' are no list of token ids", _FORM)
     if given[0] == "messages":
         _check_messages(where, content)
+        return Source(where, "messages", content, value.get("tools"))
     return Source(where, "prompt" if given[0] == "prompt_token_ids" else given[0], content)
 
 
@@ -151,7 +154,7 @@ def _turns(source: Source, encoder: PromptEncoder) -> Iterator[EncodedPrompt]:
     messages, first = source.content, None
     for place, message in enumerate(messages):
         if message.get("role") == "user":
-            tokens = encoder.encode_conversation(messages[: place + 1])[1]
+            tokens = encoder.encode_conversation(messages[: place + 1], tools=source.tools)[1]
             first = tokens if first is None else first
             yield prompt_of(source.where, tokens, first)
 

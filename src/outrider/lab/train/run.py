@@ -45,7 +45,7 @@ class Job:
     Attributes:
         data: A folder made by `collect`.
         out: The folder of the result.
-        target: Folder or hub id; None for the embedded one.
+        target: Folder or hub id; None for the one that the data name as their writer.
         dtype: Of the target's weights, in training and in the engine.
         settings: How the training runs.
         activations: What enters products with the target's rounded weights, in both, too.
@@ -152,7 +152,7 @@ def _train(
     job: Job, asked: dict[str, Any], make: Callable[[FrozenTarget, Manifest], Trainee], watcher: Watcher | None
 ) -> Outcome:
     manifest = read_manifest(job.data)
-    target = FrozenTarget(job.target, job.dtype, own_device(), job.activations)
+    target = FrozenTarget(_target_of(job, manifest), job.dtype, own_device(), job.activations)
     target.check_fits(manifest, job.data)
     trainee = make(target, manifest)
     _check_length(job.settings.length, trainee)
@@ -171,6 +171,13 @@ def _train(
         if verdict is not None:
             verdict.close()
     return outcome
+
+
+def _target_of(job: Job, manifest: Manifest) -> str:
+    """The target of a training: unless the job names one, the writer of its data. The embedded one has another folder on
+    every machine."""
+    own, name = default_model("target"), job.target or manifest.target.name
+    return own if Path(name).parts[-3:] == Path(own).parts[-3:] else name
 
 
 def _check_length(length: int, trainee: Trainee) -> None:
@@ -393,7 +400,7 @@ def _seconds(job: Job, folders: Sequence[Path], timed_target: str | None) -> tup
     """Median times of passes: of the target by rows, and of each draft. Rounds are interleaved, so that slow moments hit
     all of them."""
     longest = job.settings.num_draft_tokens
-    name = timed_target or job.target or default_model("target")
+    name = timed_target or _target_of(job, read_manifest(job.data))
     with LLM(name, speculation="none", dtype=job.dtype, activations=job.activations) as llm:
         runners = [llm.engine.runner]
         for folder in folders:

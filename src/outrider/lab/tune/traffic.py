@@ -157,7 +157,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 def _prompt_ids(given: dict[str, Any], encoder: PromptEncoder) -> tuple[int, ...]:
     if "messages" in given:
-        return encoder.encode_conversation(given["messages"])[1]
+        return encoder.encode_conversation(given["messages"], tools=given.get("tools"))[1]
     if "prompt" not in given:
         raise InvalidParameterError("prompt", None, "it is missing", f"{_FORM}.")
     return encoder.encode(given["prompt"])[1]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
+from time import perf_counter
 
 from outrider.errors import OutriderError
 from outrider.govern.costs import CostModel, CostTable
@@ -28,6 +29,8 @@ from outrider.propose.settings import SpeculationConfig
 
 
 _WARM_UP_TOKENS = 4
+#: Rounds that every way writes at least.
+_LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,22 @@ class Tuner:
         traffic: The user's texts.
         plan: How to tune.
         progress: Shows how far it is.
+        say: Shows a line: what is going to be done, and how long it takes.
     """
 
     def __init__(
-        self, llm: LLM, ways: Sequence[DecodingConfig], traffic: Traffic, plan: TuningPlan, progress: Progress | None = None
+        self,
+        llm: LLM,
+        ways: Sequence[DecodingConfig],
+        traffic: Traffic,
+        plan: TuningPlan,
+        progress: Progress | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._llm = llm
         self._traffic = traffic
         self._plan = plan
-        self._progress = progress or Progress()
+        self._progress, self._say = progress or Progress(), say
         self._remarks: list[str] = []
         self._doubts: list[str] = []
         self._rounds = traffic.rounds(plan.concurrency, plan.num_texts)
@@ -77,6 +87,12 @@ class Tuner:
             OutriderError: A text could not be written.
         """
         watch = LoadWatch()
+        if self._plan.generate:
+            count = sum(map(len, self._rounds))
+            self._say(
+                f"{len(self._ways)} ways write {count} texts of up to {self._rounds[0][0].max_tokens} tokens, "
+                f"{self._plan.concurrency} at a time, in {len(self._rounds)} rounds; the best one then writes them again"
+            )
         runs = self._replay(self._ways, self._rounds) if self._plan.generate else {}
         texts = self._written(runs) if runs else [text for texts in self._rounds for text in texts]
         predictions = self._predict(texts)
@@ -119,19 +135,39 @@ class Tuner:
     # -- measuring -----------------------------------------------------------------------------------------------------
 
     def _replay(self, ways: Sequence[DecodingConfig], rounds: Sequence[Sequence[EncodedTask]]) -> dict[str, list[Run]]:
-        """Every way writes all rounds, in turn, after a few tokens to warm up."""
+        """Every way writes all rounds, in turn, after a few tokens to warm up. A way that is clearly slower than another
+        one stops, and where one way alone is left nobody writes on."""
         contestants = [ours(self._llm, way, self._plan.temperature) for way in ways]
-        self._progress.expect("replaying", len(ways) * (1 + len(rounds)))
+        self._progress.expect("warming up", len(ways))
         short = [[text.shortened(_WARM_UP_TOKENS) for text in rounds[0]]]
         interleave(short, contestants, lambda _: self._progress.advance())
-        return interleave(rounds, contestants, lambda _: self._progress.advance())
+        self._progress.expect("replaying", len(ways) * len(rounds))
+        begun, plain = perf_counter(), ways[0].name
+
+        def go_on(runs: Mapping[str, list[Run]]) -> list[str]:
+            num_rounds = len(runs[plain])
+            found = clearly_best(runs, plain) if num_rounds >= _LEAST_ROUNDS else list(runs)
+            if num_rounds == 1 and len(rounds) > 1:
+                left = (perf_counter() - begun) * (len(rounds) - 1)
+                self._say(f"the first of {len(rounds)} rounds is over: the others take {_clock(left)} at most")
+            if len(found) == 1 and num_rounds < len(rounds):
+                self._say(f"{found[0]} is clearly the best after {num_rounds} of {len(rounds)} rounds")
+            return [] if len(found) == 1 else [plain, *found]
+
+        runs = interleave(rounds, contestants, lambda _: self._progress.advance(), who_goes_on=go_on)
+        few = [name for name, own in runs.items() if len(own) < len(rounds)]
+        if few:
+            self._remarks.append(
+                f"{len(few)} of {len(runs)} ways wrote fewer than {len(rounds)} rounds, once that was clear"
+            )
+        return runs
 
     def _written(self, runs: dict[str, list[Run]]) -> list[EncodedTask]:
         """The texts with what plain decoding wrote behind them."""
         plain = runs[self._ways[0].name]
         pairs = [
             (text, ids)
-            for texts, run in zip(self._rounds, plain, strict=True)
+            for texts, run in zip(self._rounds, plain, strict=False)  # where the answer was clear there are fewer runs
             for text, ids in zip(texts, run.token_ids, strict=True)
         ]
         return [replace(text, answer_ids=ids) for text, ids in pairs]
@@ -184,8 +220,9 @@ class Tuner:
             row.predicted = None if self._doubts else prediction.speedup
         if way.name in runs:
             own = runs[way.name]
-            row.measured = believed_speedup(own, runs[self._ways[0].name])
-            row.disturbed = not believed_rounds(own, runs[self._ways[0].name])
+            plain = runs[self._ways[0].name][: len(own)]
+            row.measured = believed_speedup(own, plain)
+            row.disturbed = not believed_rounds(own, plain)
             speeds = [run.tokens_per_second for run in own if run.tokens_per_second is not None]
             row.tokens_per_second = median(speeds) if speeds else None
             gained = [run.tokens_per_pass for run in own if run.tokens_per_pass is not None]
@@ -207,6 +244,24 @@ class Tuner:
             if not believed_rounds(runs[winner.name], runs[pair[0].name]):
                 return nothing_known(_impossible([winner.name]))
         return recommend(winner, again, self._plan.concurrency)
+
+
+def clearly_best(runs: Mapping[str, list[Run]], plain: str) -> list[str]:
+    """The ways that may still be the best: those whose best round is not slower than the worst one of another way.
+
+    Args:
+        runs: Of each way. Those that have stopped have fewer.
+        plain: The name of plain decoding, with which each round is compared.
+    """
+    most = len(runs[plain])
+    spreads = {name: believed_speedup(own, runs[plain]) for name, own in runs.items() if len(own) == most}
+    known = {name: spread for name, spread in spreads.items() if spread is not None}
+    floor = max((spread.low for spread in known.values()), default=0.0)
+    return [name for name in spreads if name not in known or known[name].high >= floor]
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def _impossible(names: Sequence[str]) -> str:

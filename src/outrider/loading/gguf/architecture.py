@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf.header import (
     AGAIN,
     FUSED,
@@ -369,6 +370,7 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
     if layers > len(values.file.tensors):
         problem = f"it says {layers:,} layers, and holds {len(values.file.tensors)} tensors"
         raise ModelLoadError(values.file.path, problem, AGAIN)
+    check_file_limit(values.file.path, "layers", layers)
     head_dim = values.count("attention.key_length", hidden // heads)
     if values.count("attention.value_length", head_dim) != head_dim:
         raise values.refuse("values of another width than its keys")

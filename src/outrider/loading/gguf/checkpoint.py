@@ -123,7 +123,7 @@ class GgufCheckpoint:
         """
         modules, reading = (
             dict(model.named_modules()),
-            FileProgress(sum(tensor.data.nbytes for tensor in self._tensors.values())),
+            FileProgress(self._file.path, sum(tensor.data.nbytes for tensor in self._tensors.values())),
         )
         for name, tensor in self._single():
             if is_packed(tensor):

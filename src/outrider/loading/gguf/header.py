@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -116,9 +117,11 @@ def read_gguf(model: str) -> GgufFile:
     """
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
-    for path in parts_of(model):
+    paths = parts_of(model)
+    for number, path in enumerate(paths):
         try:
             found, held = _read(path)
+            _check_part(path, found, number, len(paths))
             for name in tensors.keys() & held.keys():
                 raise _MalformedError(f"another file of it holds the tensor {name}, too")
         except (_MalformedError, OSError, UnicodeDecodeError, MemoryError) as error:
@@ -143,6 +146,18 @@ def parts_of(model: str) -> list[Path]:
             raise ModelLoadError(model, problem, "Put all of them into one folder.")
         parts.append(Path(name))
     return parts
+
+
+def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
+    """Refuse a part of a model that does not stand where it says. One file that others were appended to says so, too."""
+    says = metadata.get("split.no", number), metadata.get("split.count", count)
+    if not all(isinstance(each, int) for each in says) or says[1] <= 1 or says == (number, count):
+        return
+    problem = f"it says that it is part {says[0] + 1} of {says[1]} of a model, and "
+    problem += f"its name that it is part {number + 1} of {count}" if count > 1 else "its name tells nothing of the others"
+    name = f"NAME-{says[0] + 1:05d}-of-{says[1]:05d}.gguf"
+    remedy = f"Call it {name}, beside the other parts, and give any of them; or join them with llama-gguf-split --merge."
+    raise ModelLoadError(str(path), problem, remedy)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
@@ -174,6 +189,7 @@ def _placed(
         raise _MalformedError(f"general.alignment is {alignment!r}, and no power of two")
     begin = -(-reader.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
+    places = list[tuple[int, int, str]]()
     for name, shape, kind, offset in table:
         if name in tensors:
             raise _MalformedError(f"it has two tensors {name}")
@@ -182,7 +198,11 @@ def _placed(
             raise _MalformedError(f"the data of {name} begin at {offset}, which {alignment} does not divide")
         if begin + offset + size > len(reader.data):
             raise _MalformedError(f"the data of {name} end at byte {begin + offset + size:,} of {len(reader.data):,}")
+        places.append((offset, offset + size, name))
         tensors[name] = GgufTensor(name, shape, kind, reader.data[begin + offset : begin + offset + size])
+    for (_, end, name), (start, _, other) in pairwise(sorted(places)):
+        if start < end:  # so a small file cannot be a large model
+            raise _MalformedError(f"{name} and {other} have the same bytes")
     return tensors
 
 
@@ -454,8 +474,8 @@ def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tens
 # --- How much of a model's files has been read, for whoever shows it.
 
 
-#: Called with the bytes read so far, and with all bytes. It may be called in any thread.
-ShowReading = Callable[[int, int], None]
+#: Called with the name of a file, the bytes of it that were read so far, and all bytes. It may be called in any thread.
+ShowReading = Callable[[str, int, int], None]
 
 _watchers: list[ShowReading] = []
 
@@ -473,11 +493,11 @@ def watched_reading(show: ShowReading) -> Iterator[None]:
 class FileProgress:
     """What has been read of a file of `total` bytes."""
 
-    def __init__(self, total: int) -> None:
-        self._done, self._total = 0, total
+    def __init__(self, path: str, total: int) -> None:
+        self._name, self._done, self._total = Path(path).name, 0, total
 
     def advance(self, count: int) -> None:
         """`count` more bytes have been read."""
         self._done += count
         for show in _watchers:
-            show(self._done, self._total)
+            show(self._name, self._done, self._total)

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf.header import GgufFile
 
 _AGAIN = "Download the file again."
@@ -81,6 +82,8 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
 
     vocabulary = _Vocabulary(file)
     kind = vocabulary.get("model")
+    template = file.metadata.get("tokenizer.chat_template")
+    check_file_limit(file.path, "template_bytes", len(template.encode()) if isinstance(template, str) else 0)
     if kind in (None, "rwkv", "no_vocab", "none"):
         return None
     if kind == "gpt2":
@@ -93,13 +96,13 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
             f"its vocabulary is {kind!r} of {architecture}, and gpt2, and llama of {', '.join(_WITH_PIECES)}, are known"
         )
         raise UnsupportedModelError(file.path, problem, _UNKNOWN)
+    check_file_limit(file.path, "added_tokens", vocabulary.num_added)
     backend.add_special_tokens(vocabulary.added(special=True))
     backend.add_tokens(vocabulary.added(special=False))
     named = {f"{name}_token": vocabulary.named(f"{key}_token_id") for name, key in _NAMED.items()}
     begins = kind == "llama" or SPLITTINGS.get(vocabulary.get("pre")) in _BEGIN  # where the file says nothing
     if vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
         _put_first(backend, vocabulary, "bos_token_id")
-    template = file.metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=_Given(backend),
         chat_template=template if isinstance(template, str) else None,
@@ -147,6 +150,7 @@ class _Vocabulary:
         """The tokens. In those of SentencePiece that users define, llama.cpp's converter writes spaces for the signs of
         spaces."""
         names = self.texts("tokens")
+        check_file_limit(self.file.path, "token_characters", max(map(len, names), default=0))
         if self.get("model") != "llama":
             return names
         found = self.get("token_type")
@@ -195,6 +199,11 @@ class _Vocabulary:
         wanted = _CONTROL if special else _USER_DEFINED
         found = [token for token, kind in zip(self.names, self.types(), strict=True) if kind == wanted and token]
         return [AddedToken(token, normalized=False, special=special, rstrip=self._takes_spaces(token)) for token in found]
+
+    @property
+    def num_added(self) -> int:
+        """How many such tokens there are. Each one is searched for in every text."""
+        return sum(kind in (_CONTROL, _USER_DEFINED) for kind in self.types())
 
     def _takes_spaces(self, token: str) -> bool:
         """Whether a token that is found as a whole takes the spaces behind it. Phi-3's do, and files do not say it."""

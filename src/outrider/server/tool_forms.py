@@ -1,0 +1,463 @@
+"""The forms in which families of models write calls of tools: a short description of each, read by `tool_reader`."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from outrider.errors import UnsupportedParameterError
+from outrider.server.tool_reader import MOST, Reader, Steps, loads, no_call
+
+#: What the arguments of functions look like, by name.
+Schemas = Mapping[str, dict[str, Any]]
+#: hermes: Hermes, Qwen 2.5 and 3. qwen: Qwen3-Coder and Qwen3.5. llama, pythonic: Llama. harmony: gpt-oss.
+ToolForm = Literal["hermes", "llama", "pythonic", "qwen", "mistral", "gemma", "harmony", "deepseek", "glm"]
+
+
+# --- Calls that are objects of JSON.
+
+
+def _json_call(read: Reader) -> Steps[None]:
+    """{"name": ..., "arguments": {...}}, with "parameters" for the second name, and others beside them."""
+    yield from read.expect("{")
+    name, arguments, told = "", "{}", False
+    separator = ","
+    while separator:
+        yield from read.space()
+        key = yield from read.string()
+        yield from read.space()
+        yield from read.expect(":")
+        yield from read.space()
+        if key == "name":
+            name = yield from read.string()
+        elif key in ("arguments", "parameters"):
+            if name and (yield from read.peek()) == "{":
+                yield from read.arguments(name)
+                told = True
+            else:
+                arguments = yield from read.value()
+        else:
+            yield from read.value()
+        yield from read.space()
+        separator = yield from read.takes(",")
+    yield from read.takes("}") if told else read.expect("}")
+    if told:
+        read.settle()
+    elif name:
+        given = loads(arguments)
+        read.call(name, given if isinstance(given, str) else arguments)
+    else:
+        no_call()
+
+
+def _hermes(read: Reader, schemas: Schemas) -> Steps[None]:
+    """<tool_call>{...}</tool_call>, anywhere in the text."""
+    yield from read.expect("<tool_call>")
+    yield from read.space()
+    yield from _json_call(read)
+    yield from read.space()
+    yield from read.takes("</tool_call>")
+    read.settle()
+
+
+def _llama(read: Reader, schemas: Schemas) -> Steps[None]:
+    """The whole text is {...}, or several of them with ";" between them."""
+    while True:
+        yield from read.space()
+        yield from read.takes("<|python_tag|>")
+        yield from read.space()
+        yield from _json_call(read)
+        yield from read.space()
+        separated = yield from read.takes(";")
+        yield from read.space()
+        if not (yield from read.peek()):
+            return
+        if not separated:
+            no_call()
+
+
+def _mistral(read: Reader, schemas: Schemas) -> Steps[None]:
+    """[TOOL_CALLS] [{...}, {...}], or [TOOL_CALLS]name[CALL_ID]...[ARGS]{...} for each call."""
+    yield from read.expect("[TOOL_CALLS]")
+    yield from read.space()
+    if not (yield from read.takes("[")):
+        name = yield from read.name()
+        if (yield from read.takes("[CALL_ID]")):
+            yield from read.name()
+        yield from read.takes("[ARGS]")
+        yield from read.space()
+        yield from read.arguments(name)
+        return
+    while True:
+        yield from read.space()
+        yield from _json_call(read)
+        yield from read.space()
+        if not (yield from read.takes(",")):
+            break
+    yield from read.takes("]")
+    read.settle()
+
+
+def _deepseek(read: Reader, schemas: Schemas) -> Steps[None]:
+    """<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>, with a type before the name and a fence around the
+    arguments in older models; V3.2 writes tags."""
+    if (yield from read.takes("<｜DSML｜function_calls>")):
+        yield from _tagged(DSML, read, schemas)
+        return
+    yield from read.takes("<｜tool▁calls▁begin｜>")
+    yield from read.space()
+    while (yield from read.expect("<｜tool▁call▁begin｜>")):
+        name = yield from read.name()
+        yield from read.expect("<｜tool▁sep｜>")
+        if (yield from read.peek()) not in ("{", ""):
+            name = yield from read.name()
+            yield from read.space()
+            yield from read.takes("```json")
+        yield from read.space()
+        yield from read.arguments(name)
+        yield from read.space()
+        yield from read.takes("```")
+        yield from read.space()
+        yield from read.takes("<｜tool▁call▁end｜>")
+        read.settle()
+        yield from read.space()
+        if (yield from read.takes("<｜tool▁calls▁end｜>")):
+            break
+    read.settle()
+
+
+def _harmony(read: Reader, schemas: Schemas) -> Steps[None]:
+    """<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>; the channel may come second."""
+    if not (yield from read.takes("<|start|>", "<|channel|>")):
+        yield from read.space()
+        yield from read.expect("to=functions.")
+        read.at -= len("to=functions.")
+    head, _ = yield from read.until(_MESSAGE, most=MOST)
+    found = _HEAD.fullmatch(head) and _RECIPIENT.search(head)
+    if not found:
+        no_call()
+    yield from read.space()
+    yield from read.arguments(found[1])
+    yield from read.space()
+    yield from read.takes("<|call|>", "<|end|>")
+    read.settle()
+
+
+_MESSAGE = re.compile(re.escape("<|message|>"))
+_HEAD = re.compile(r"[^<\n]*(<\|channel\|>[^<\n]*)?(<\|constrain\|>[^<\n]*)?")
+_RECIPIENT = re.compile(r"to=functions\.([\w.\-:/]+)")
+
+
+# --- Calls whose arguments stand between tags: texts as they are, and other values as JSON.
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How such calls are written.
+
+    Attributes:
+        before_name: What stands before the name of a function.
+        behind_name: And behind it.
+        key: What stands before the name of an argument.
+        behind_key: And behind it; it may say in a group whether the value is a text.
+        behind_value: What stands behind a value, with what comes next: a value may hold the same signs.
+        end: The end of a call.
+        close: The end of all of them.
+        lines: Whether a value has lines of its own.
+    """
+
+    before_name: str
+    behind_name: str
+    key: str
+    behind_key: re.Pattern[str]
+    behind_value: re.Pattern[str]
+    end: str
+    close: str
+    lines: bool = False
+
+
+QWEN = Tags(
+    before_name="<function=",
+    behind_name=">",
+    key="<parameter=",
+    behind_key=re.compile(">"),
+    behind_value=re.compile(r"</parameter>\s*(?=<parameter=|</function>)"),
+    end="</function>",
+    close="</tool_call>",
+    lines=True,
+)
+GLM = Tags(
+    before_name="",
+    behind_name="",
+    key="<arg_key>",
+    behind_key=re.compile(r"</arg_key>\s*<arg_value>"),
+    behind_value=re.compile(r"</arg_value>\s*(?=<arg_key>|</tool_call>)"),
+    end="</tool_call>",
+    close="",
+)
+DSML = Tags(
+    before_name='<｜DSML｜invoke name="',
+    behind_name='">',
+    key='<｜DSML｜parameter name="',
+    behind_key=re.compile(r'" string="(true|false)">'),
+    behind_value=re.compile(r"</｜DSML｜parameter>\s*(?=<｜DSML｜parameter name=|</｜DSML｜invoke>)"),
+    end="</｜DSML｜invoke>",
+    close="</｜DSML｜function_calls>",
+)
+
+
+def _tagged(tags: Tags, read: Reader, schemas: Schemas) -> Steps[None]:
+    yield from read.takes("<tool_call>")
+    while True:
+        yield from read.space()
+        yield from read.expect(tags.before_name)
+        name = yield from read.name()
+        yield from read.expect(tags.behind_name)
+        properties = (schemas.get(name) or {}).get("properties") or {}
+        arguments: dict[str, Any] = {}
+        yield from read.space()
+        while (yield from read.expect(tags.key, tags.end)) == tags.key:
+            key, behind_key = yield from read.until(tags.behind_key, most=MOST)
+            value, _ = yield from read.until(tags.behind_value)
+            value = value.removeprefix("\n").removesuffix("\n") if tags.lines else value
+            kinds = _kinds(properties.get(key))
+            if behind_key.re.groups:  # the call itself says whether it is a text
+                kinds = {"string"} if behind_key[1] == "true" else set()
+            arguments[key] = _typed(value, kinds)
+        read.call(name, arguments)
+        if not tags.close:
+            return
+        yield from read.space()
+        if (yield from read.takes(tags.close, tags.before_name)) != tags.before_name:
+            read.settle()
+            return
+        read.at -= len(tags.before_name)
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema allows a value, as far as it says; empty where it does not."""
+    if not isinstance(schema, dict):
+        return set()
+    kind = schema.get("type")
+    if kind is not None:
+        return {kind} if isinstance(kind, str) else set(kind)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    parts = [part for name in ("anyOf", "oneOf", "allOf") for part in schema.get(name, ())]
+    return {_kind(value) for value in values}.union(*map(_kinds, parts))
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _typed(value: str, kinds: set[str]) -> Any:
+    """A value that is written as it is: a text where it may be one and is nothing else that it may be."""
+    if kinds == {"string"}:
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(value.strip(), value) if "string" not in kinds else value
+    kind = _kind(found)
+    return value if "string" in kinds and kind not in kinds and not (kind == "integer" and "number" in kinds) else found
+
+
+# --- Calls in other notations.
+
+
+def _gemma(read: Reader, schemas: Schemas) -> Steps[None]:
+    """<|tool_call>call:name{key:value,...}<tool_call|>, with texts between marks; those of FunctionGemma are others."""
+    yield from read.expect("<|tool_call>", "<start_function_call>")
+    yield from read.space()
+    yield from read.expect("call:")
+    name = yield from read.name()
+    if (yield from read.peek()) != "{":
+        no_call()
+    read.call(name, (yield from _gemma_value(read)))
+    yield from read.space()
+    yield from read.takes("<tool_call|>", "<end_function_call>")
+    read.settle()
+
+
+def _gemma_value(read: Reader) -> Steps[Any]:
+    yield from read.space()
+    if (yield from read.peek()) == '"':
+        return (yield from read.string())
+    quote = yield from read.takes(*_GEMMA_QUOTES)
+    if quote:
+        return (yield from read.until(_GEMMA_QUOTES[quote]))[0]
+    if (yield from read.takes("[")):
+        items: list[Any] = []
+        while not (yield from _gemma_end(read, "]", is_first=not items)):
+            items.append((yield from _gemma_value(read)))
+        return items
+    if not (yield from read.takes("{")):
+        bare, _ = yield from read.until(_GEMMA_BARE)
+        return _typed(bare.strip() or no_call(), set())
+    found: dict[str, Any] = {}
+    while not (yield from _gemma_end(read, "}", is_first=not found)):
+        yield from read.space()
+        quote = yield from read.takes(*_GEMMA_QUOTES)
+        key, _ = yield from read.until(_GEMMA_QUOTES[quote] if quote else _COLON, most=MOST)
+        if quote:
+            yield from read.expect(":")
+        found[key.strip()] = yield from _gemma_value(read)
+    return found
+
+
+def _gemma_end(read: Reader, end: str, *, is_first: bool) -> Steps[bool]:
+    """Whether a list or an object ends here; behind a value comes another one otherwise."""
+    yield from read.space()
+    if is_first:
+        return bool((yield from read.takes(end)))
+    return (yield from read.expect(",", end)) == end
+
+
+_GEMMA_QUOTES = {mark: re.compile(re.escape(mark)) for mark in ('<|"|>', "<escape>")}
+_GEMMA_BARE = re.compile(r"(?=[,}\]])")
+_COLON = re.compile(":")
+
+
+def _pythonic(read: Reader, schemas: Schemas) -> Steps[None]:
+    """The whole text is [name(key=value, ...), ...], a list of calls as Python writes them."""
+    yield from read.space()
+    yield from read.takes("<|python_start|>", "<|python_tag|>")
+    yield from read.space()
+    start = read.at
+    yield from read.expect("[")
+    yield from read.space()
+    yield from read.name()
+    yield from read.expect("(")
+    yield from _python_list(read)
+    calls = _python_calls(read.text[start : read.at])
+    yield from read.space()
+    yield from read.takes("<|python_end|>")
+    yield from read.space()
+    if (yield from read.peek()):
+        no_call()
+    for name, arguments in calls:
+        read.call(name, arguments)
+
+
+def _python_list(read: Reader) -> Steps[None]:
+    """The rest of a list in which a bracket is open."""
+    depth, quote = 2, ""
+    while depth:
+        sign = (yield from read.peek()) or no_call()
+        read.at += 1
+        if quote and sign == "\\":
+            yield from read.more()
+            read.at += 1
+        elif quote:
+            quote = "" if sign == quote else quote
+        elif sign in "\"'":
+            quote = sign
+        else:
+            depth += (sign in "([{") - (sign in ")]}")
+
+
+def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    try:
+        found: Any = ast.parse(text, mode="eval").body
+        if not all(isinstance(call, ast.Call) and not call.args for call in found.elts):
+            no_call()
+        return [(ast.unparse(call.func), _python_arguments(call.keywords)) for call in found.elts]
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        no_call()
+
+
+def _python_arguments(words: list[ast.keyword]) -> dict[str, Any]:
+    found = {str(word.arg): ast.literal_eval(word.value) for word in words}
+    json.dumps(found)  # raises TypeError for what JSON does not have
+    return found
+
+
+# --- The forms, and which of them a chat template teaches.
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a family of models writes calls.
+
+    Attributes:
+        call: Reads them, from a mark on.
+        opens: The marks that they begin with.
+        marks: Further signs of the form, which a tokenizer may have as special tokens.
+        at_start: Whether a text may begin with a call that has no mark.
+        is_whole: Whether a text with calls is nothing but calls.
+        taught: What a chat template that teaches this form holds: one of these, each a part or several of them.
+    """
+
+    call: Callable[[Reader, Schemas], Steps[None]]
+    opens: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+    at_start: bool = False
+    is_whole: bool = False
+    taught: tuple[tuple[str, ...], ...] = ()
+
+
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+#: In the order in which templates are asked.
+FORMS: dict[ToolForm, Form] = {
+    "harmony": Form(
+        _harmony,
+        opens=("<|start|>", "<|channel|>"),
+        marks=("<|message|>", "<|constrain|>", "<|call|>", "<|end|>"),
+        at_start=True,
+        taught=(("<|channel|>", "to=functions."), ("<|channel|>", "functions", "<|call|>")),
+    ),
+    "mistral": Form(_mistral, opens=("[TOOL_CALLS]",), marks=("[ARGS]", "[CALL_ID]"), taught=(("[TOOL_CALLS]",),)),
+    "deepseek": Form(
+        _deepseek,
+        opens=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜DSML｜function_calls>"),
+        marks=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "｜DSML｜"),
+        taught=(("<｜tool▁call▁begin｜>",), ("｜DSML｜",)),
+    ),
+    "gemma": Form(
+        _gemma,
+        opens=("<|tool_call>", "<start_function_call>"),
+        marks=("<tool_call|>", "<end_function_call>", '<|"|>', "<escape>"),
+        taught=(("<|tool_call>call:",), ("<start_function_call>call:",)),
+    ),
+    "glm": Form(partial(_tagged, GLM), opens=_TOOL_CALL[:1], marks=_TOOL_CALL, taught=(("<arg_key>",),)),
+    "qwen": Form(
+        partial(_tagged, QWEN),
+        opens=("<tool_call>", "<function="),
+        marks=_TOOL_CALL,
+        taught=(("<function=", "<parameter="),),
+    ),
+    "hermes": Form(_hermes, opens=_TOOL_CALL[:1], marks=_TOOL_CALL, taught=(("<tool_call>", '"arguments"'),)),
+    "pythonic": Form(
+        _pythonic,
+        marks=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
+        at_start=True,
+        is_whole=True,
+        taught=(("[func_name1(",), ("<|python_start|>",)),
+    ),
+    "llama": Form(
+        _llama, marks=("<|python_tag|>",), at_start=True, is_whole=True, taught=(("<|python_tag|>",), ('"parameters"',))
+    ),
+}
+
+
+def tool_form(template: str | None) -> ToolForm:
+    """The form in which a model with this chat template calls tools.
+
+    Raises:
+        UnsupportedParameterError: The template knows no tools, or another form.
+    """
+    if not template or "tools" not in template:
+        raise UnsupportedParameterError("tools", "...", "the model's chat template knows no tools", "Leave them out.")
+    plain = template.replace("\\", "").replace("'", '"')
+    for name, form in FORMS.items():
+        if any(all(part.replace("'", '"') in plain for part in parts) for parts in form.taught):
+            return name
+    problem = "the model's chat template writes calls in a form that this server does not know"
+    remedy = f"Start the server with --tool-parser, which knows {', '.join(sorted(FORMS))}."
+    raise UnsupportedParameterError("tools", "...", problem, remedy)

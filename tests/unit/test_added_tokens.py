@@ -1,0 +1,136 @@
+"""Structures whose text is that of an added token: as calls of tools begin in most models that have tools."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.config import default_model
+from outrider.errors import InvalidParameterError
+from outrider.loading.tokenizers import given_tokenizer
+from outrider.params import StructuredOutputs
+from outrider.server.tools import calls_grammar
+from outrider.structured.grammar import GrammarCompiler
+
+#: GGUF files of published models, in the folder that this variable names.
+REAL = sorted(Path(os.environ.get("OUTRIDER_REAL_MODELS", "nowhere")).glob("*.gguf"))
+ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """That of the embedded pair, with the tokens that many models have for calls and thoughts, and with a special one."""
+    found = given_tokenizer(default_model("target"))
+    found.add_tokens(list(ADDED))
+    found.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    return found
+
+
+def compiler_of(tokenizer: Any) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Any) -> GrammarCompiler:
+    return compiler_of(tokenizer)
+
+
+def written(compiler: GrammarCompiler, tokenizer: Any, structure: StructuredOutputs, wanted: str = "") -> list[int]:
+    """The tokens of a text that has the structure. Where it leaves a choice they spell `wanted`, in its own tokens."""
+    state, tokens = compiler.start(structure), list[int]()
+    wishes = tokenizer(wanted, add_special_tokens=False)["input_ids"]
+    while True:
+        mask = state.allowed(tuple(tokens), len(tokenizer))
+        assert mask is not None
+        wish = wishes[len(tokens)] if len(tokens) < len(wishes) else None
+        if wish is None or not mask[wish]:
+            assert mask.any(), tokenizer.decode(tokens)
+            wish = tokenizer.eos_token_id if mask[tokenizer.eos_token_id] else int(mask.nonzero()[0])
+        if wish == tokenizer.eos_token_id:
+            return tokens
+        tokens.append(wish)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"grammar": 'start: "<tool_call>\\n"'},
+        {"grammar": "start: X\nX: /<tool_call>\\n/"},
+        {"grammar": 'root ::= "<tool_call>\\n"'},
+        {"regex": "<tool_call>\n"},
+        {"choice": ("<tool_call>\n",)},
+    ],
+    ids=lambda structure: "-".join(structure),
+)
+def test_where_a_structure_has_the_text_of_an_added_token_it_is_that_token(
+    compiler: GrammarCompiler, tokenizer: Any, structure: dict[str, Any]
+) -> None:
+    tokens = written(compiler, tokenizer, StructuredOutputs(**structure))
+    assert tokens[0] == tokenizer.convert_tokens_to_ids("<tool_call>")
+    assert tokenizer.decode(tokens) == "<tool_call>\n"
+
+
+def test_thoughts_and_schemas_have_them_too(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    think, end = (tokenizer.convert_tokens_to_ids(name) for name in ("<think>", "</think>"))
+    thoughts = StructuredOutputs(grammar='start: "<think>" /[a-z]*/ "</think>" %json {"const": "a</think>"}')
+    tokens = written(compiler, tokenizer, thoughts, '<think>yes</think>"a</think>"')
+    assert (tokens[0], tokens.count(end)) == (think, 2)
+    assert tokenizer.decode(tokens) == '<think>yes</think>"a</think>"'
+
+
+def test_special_tokens_have_no_text_unless_they_are_named(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    """A text of theirs that a structure asks for is in the answer. Named without quotes they are what Lark means."""
+    special = tokenizer.convert_tokens_to_ids("<|tool|>")
+    tokens = written(compiler, tokenizer, StructuredOutputs(grammar='start: "a<|tool|>"'))
+    assert special not in tokens
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == "a<|tool|>"
+    assert written(compiler, tokenizer, StructuredOutputs(grammar='start: "a" <|tool|>'))[-1] == special
+    with pytest.raises(InvalidParameterError, match="unknown special token"):
+        compiler.start(StructuredOutputs(grammar="start: <|nothing|>"))
+
+
+def test_free_text_has_no_special_token(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    mask = compiler.start(StructuredOutputs(regex="(.|\n)+")).allowed((), len(tokenizer))
+    assert mask is not None
+    found = {name: bool(mask[tokenizer.convert_tokens_to_ids(name)]) for name in (*ADDED, "<|tool|>", "<|end|>")}
+    assert found == {**dict.fromkeys(ADDED, True), "<|tool|>": False, "<|end|>": False}
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+
+
+def check_calls(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    grammar = calls_grammar("hermes", {"weather": SCHEMA}, several=False)
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    tokens = written(compiler, tokenizer, StructuredOutputs(grammar=grammar), call)
+    assert tokens == tokenizer(call, add_special_tokens=False)["input_ids"], "as the model was trained"
+    assert json.loads(tokenizer.decode(tokens).split("\n")[1])["arguments"] == {"city": "Paris"}
+
+
+def test_calls_are_written_in_the_tokens_that_models_know(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    check_calls(compiler, tokenizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", REAL, ids=lambda file: file.stem)
+def test_calls_are_written_by_real_tokenizers(file: Path) -> None:
+    found = given_tokenizer(file)
+    check_calls(compiler_of(found), found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any("qwen" in file.stem for file in REAL), reason="no such model is here")
+def test_every_method_writes_the_same_call() -> None:
+    file = min((file for file in REAL if "qwen" in file.stem), key=lambda file: file.stat().st_size)
+    llm = LLM(str(file), max_model_len=512, kv_cache_tokens=1024)
+    grammar = calls_grammar("hermes", {"weather": SCHEMA}, several=False)
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=StructuredOutputs(grammar=grammar))
+    methods = ("none", "ngram", "suffix", "token_recycling", "lookahead", "layer_skip", "early_exit")
+    texts = [llm.generate("The weather in Paris:", params, speculation=method)[0] for method in methods]
+    assert len({text.token_ids for text in texts}) == 1, [text.text for text in texts]
+    assert texts[0].text.startswith('<tool_call>\n{"name": "weather", "arguments": {"city": "')
