@@ -418,9 +418,9 @@ def test_a_draft_model_that_starts_late_holds_nobody_up(llm: LLM, draft: str, mo
     passes: list[Counter[int]] = []  # rows by segment length, of the first pass of every step
     stock = proposer.runner.forward
 
-    def counting(segments: Sequence[Segment], *args: Any) -> Any:
+    def counting(segments: Sequence[Segment], *args: Any, **more: Any) -> Any:
         passes.append(Counter(segment.num_rows for segment in segments))
-        return stock(segments, *args)
+        return stock(segments, *args, **more)
 
     monkeypatch.setattr(proposer.runner, "forward", counting)
     params = SamplingParams(seed=1, max_tokens=40)

@@ -165,9 +165,9 @@ def test_few_rows_are_computed_anew(llm: LLM, drafts: dict[str, str], match: str
     rows: list[int] = []
     stock = proposer.runner.forward
 
-    def counting(segments: Any, *args: Any) -> Any:
+    def counting(segments: Any, *args: Any, **more: Any) -> Any:
         rows.extend(segment.num_rows for segment in segments)
-        return stock(segments, *args)
+        return stock(segments, *args, **more)
 
     monkeypatch.setattr(proposer.runner, "forward", counting)
     prompt = "The keeper of the lighthouse counted the ships accordingly. " * 12
@@ -189,10 +189,10 @@ def test_texts_longer_than_the_drafts_context_are_written_on_without_drafts(
         longest = 0
         stock = proposer.runner.forward
 
-        def measuring(segments: Any, *args: Any, stock: Any = stock) -> Any:
+        def measuring(segments: Any, *args: Any, stock: Any = stock, **more: Any) -> Any:
             nonlocal longest
             longest = max(longest, *(segment.text_len for segment in segments))
-            return stock(segments, *args)
+            return stock(segments, *args, **more)
 
         monkeypatch.setattr(proposer.runner, "forward", measuring)
         prompt = "Counting ships accordingly. " * 5

@@ -50,9 +50,9 @@ def counted(llm: LLM, patch: pytest.MonkeyPatch) -> list[list[int]]:
     runner = drafting(llm).runner
     stock = runner.forward
 
-    def counting(segments: Sequence[Segment], *args: Any) -> Any:
+    def counting(segments: Sequence[Segment], *args: Any, **more: Any) -> Any:
         found.append([segment.num_rows for segment in segments])
-        return stock(segments, *args)
+        return stock(segments, *args, **more)
 
     patch.setattr(runner, "forward", counting)
     return found

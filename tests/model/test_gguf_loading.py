@@ -35,7 +35,7 @@ def test_a_file_lies_in_memory_once(tmp_path: Path) -> None:
         llm.generate([[1, 2]], greedy)
     watch, told = MemoryWatch(torch.device("cpu")), []
     before = watch.peak().resident or 0
-    with watched_reading(lambda done, total: told.append((done, total))), LLM(str(files[1]), **SETTINGS) as llm:
+    with watched_reading(lambda _, done, total: told.append((done, total))), LLM(str(files[1]), **SETTINGS) as llm:
         llm.generate([[1, 2]], greedy)
         peak = watch.peak().resident
     assert peak is not None

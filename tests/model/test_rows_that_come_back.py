@@ -137,8 +137,8 @@ class Rows:
         self.num_rows = self.num_logits = 0
         stock = runner.forward
 
-        def counting(segments: Sequence[Segment], *args: Any) -> Any:
-            out = stock(segments, *args)
+        def counting(segments: Sequence[Segment], *args: Any, **more: Any) -> Any:
+            out = stock(segments, *args, **more)
             self.num_rows += sum(segment.num_rows for segment in segments)
             self.num_logits += len(out.logits)
             return out

@@ -152,9 +152,9 @@ def _rows(runner: ModelRunner, patch: pytest.MonkeyPatch) -> list[int]:
     found = list[int]()
     stock = runner.forward
 
-    def forward(segments: Any, *args: Any) -> Any:
+    def forward(segments: Any, *args: Any, **more: Any) -> Any:
         found.append(sum(segment.num_rows for segment in segments))
-        return stock(segments, *args)
+        return stock(segments, *args, **more)
 
     patch.setattr(runner, "forward", forward)
     return found

@@ -40,7 +40,8 @@ def test_texts_take_no_more_than_is_counted(family: str, tmp_path: Path, monkeyp
         states = together([anchor.state for record in kept + left for anchor in record.anchors])
         tapes = together([inputs for record in kept + left for inputs in record.tape])
         keep(running)
-        found.append((states, tapes, TextBytes.of(texts[0], 0)))
+        if texts:  # and not where a method is tried out before there are some
+            found.append((states, tapes, TextBytes.of(texts[0], 0)))
 
     monkeypatch.setattr(RunningPass, "keep", measured)
     wrong = tuple((token + (place % 5 == 4)) % VOCAB_SIZE for place, token in enumerate(want))

@@ -127,8 +127,11 @@ LONG = "word " * 780_000
     [
         ("messages", lambda: ([{"role": "user", "content": LONG}], {})),
         ("messages", lambda: ([{"role": "user", "content": [{"type": "text", "text": LONG}]}], {})),
-        ("messages", lambda: ([{"role": "assistant", "tool_calls": [{"function": {"arguments": {LONG: 1}}}]}], {})),
-        ("tools", lambda: (HI, {"tools": [{"function": {"description": LONG}}]})),
+        (
+            "messages",
+            lambda: ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {LONG: 1}}}]}], {}),
+        ),
+        ("tools", lambda: (HI, {"tools": [{"function": {"name": "f", "description": LONG}}]})),
         ("chat_template_kwargs", lambda: (HI, {"documents": [{"text": LONG}]})),
         ("chat_template_kwargs", lambda: (HI, {"x": [LONG[:2_000_000], LONG[:1_900_000]]})),
     ],
@@ -159,7 +162,7 @@ def test_a_text_whose_beginning_fills_the_context_is_not_encoded_to_its_end(monk
 
     monkeypatch.setattr(type(tokenizer), "__call__", watched)
     tokenizer.chat_template = "{{ tools[0].function.description }}"
-    tool = {"function": {"description": LONG}}
+    tool = {"function": {"name": "f", "description": LONG}}
     for call in (
         lambda: encoder.encode(LONG),
         lambda: encoder.encode_prediction(LONG),
