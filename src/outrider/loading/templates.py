@@ -66,7 +66,7 @@ def render(template: str, messages: Sequence[Any], tools: Any, settings: Mapping
     Args:
         template: In Jinja, as transformers knows it.
         messages: The conversation.
-        tools: Functions that may be called, or their descriptions; None for none.
+        tools: Descriptions of functions that may be called; None for none.
         settings: What else the template knows, special tokens among it.
         limits: What this may cost.
 
@@ -77,7 +77,7 @@ def render(template: str, messages: Sequence[Any], tools: Any, settings: Mapping
     asked = {
         "template": template,
         "messages": messages,
-        "tools": None if tools is None else [_described(tool) for tool in tools],
+        "tools": tools,
         "settings": settings,
         "seconds": limits.seconds,
         "mebibytes": limits.mebibytes,
@@ -88,12 +88,6 @@ def render(template: str, messages: Sequence[Any], tools: Any, settings: Mapping
     if "text" in answer:
         return str(answer["text"])
     raise TypeError(answer["problem"]) if answer.get("joins") else TemplateError(answer["problem"])
-
-
-def _described(tool: Any) -> Any:
-    from transformers.utils import get_json_schema
-
-    return get_json_schema(tool) if callable(tool) else tool
 
 
 def _plain(value: Any) -> Any:
