@@ -31,14 +31,7 @@ RICH = (
 )
 
 
-def fahrenheit(celsius: float) -> float:
-    """
-    Converts a temperature.
-
-    Args:
-        celsius: It.
-    """
-    return celsius * 1.8 + 32
+FAHRENHEIT = {"type": "function", "function": {"name": "fahrenheit", "parameters": {"type": "object", "properties": {}}}}
 
 
 def test_texts_are_those_of_transformers() -> None:
@@ -47,10 +40,10 @@ def test_texts_are_those_of_transformers() -> None:
         {"role": "assistant", "content": None, "tool_calls": [{"a": (1, 2.5)}]},
     ]
     settings = {"bos": "<s>", "extra": [True, None, 10**30]}
-    ours = render(RICH, messages, [fahrenheit, {"name": "g"}], settings, LIMITS)
+    ours = render(RICH, messages, [FAHRENHEIT, {"name": "g"}], settings, LIMITS)
     whole = [{name: value for name, value in each.items() if value is not None} for each in messages]
     (theirs,), _ = render_jinja_template(
-        [whole], [fahrenheit, {"name": "g"}], None, RICH, add_generation_prompt=True, **settings
+        [whole], [FAHRENHEIT, {"name": "g"}], None, RICH, add_generation_prompt=True, **settings
     )
     assert ours == theirs.replace("(1, 2.5)", "[1, 2.5]")
 
