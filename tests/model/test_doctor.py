@@ -61,6 +61,18 @@ def test_the_embedded_pair_fits() -> None:
     assert found["row_cost_ratio"]["1"] == 1.0
 
 
+def test_what_rows_of_8_bits_would_gain_is_told_where_weights_are_rounded() -> None:
+    for options, tried in (("--quantization", "int8"), True), (("--quantization", "int8", "--activations", "none"), False):
+        _, found = examined("--method", "ngram", *options)
+        assert found["rounding"]["speed"] > 0
+        assert (found["rounded_rows"] is not None) is tried
+        if tried:
+            assert found["rounded_rows"]["speed"] > 0
+            assert 0 < found["rounded_rows"]["agreement"]["distance"] < 0.2
+    _, found = examined("--method", "ngram")
+    assert (found["rounding"], found["rounded_rows"]) == (None, None)
+
+
 def test_several_texts_share_the_rows_of_a_pass() -> None:
     _, found = examined("--method", "draft_model", "--batch", "4", "-k", "3")
     (method,) = found["methods"]

@@ -79,7 +79,8 @@ def doctor(
     sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
     with _progress(notes) as progress:
         rounded = quantization is not None or llm.engine.runner.loaded.rounds_rows
-        report = _examine(llm, asked, sample, progress, rounded=rounded)
+        rows = {"quantization": quantization, "tries_rows": activations is None and _may_round_rows(llm, quantization)}
+        report = _examine(llm, asked, sample, progress, rounded=rounded, **rows)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
@@ -99,7 +100,20 @@ def _check(batch: int, num_prompts: int, max_tokens: int) -> None:
             raise InvalidParameterError(name, value, "out of range", f"Use {least} to {most}.")
 
 
-def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], None], *, rounded: bool) -> Report:
+def _may_round_rows(llm: LLM, quantization: str | None) -> bool:
+    """Whether a model that rounds no rows could do so."""
+    from outrider.config import ModelConfig
+    from outrider.loading.configuration import has_rounded_weights
+
+    loaded = llm.engine.runner.loaded
+    takes = loaded.device.type == "cpu" and str(loaded.dtype) in ("torch.float32", "torch.bfloat16")
+    if loaded.rounds_rows or not takes:
+        return False
+    given: Any = quantization
+    return has_rounded_weights(ModelConfig(model=loaded.name, quantization=given))
+
+
+def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], None], **rounding: Any) -> Report:
     """Examine what was asked for. Where only a length or the like was, it changes what is chosen otherwise: all methods
     that the engine would choose from."""
     from outrider.lab.doctor.examination import Examination
@@ -109,7 +123,7 @@ def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], Non
     if changes and config.method is not None and config.engine_chooses:
         members = tuple(each.replace(**changes) for each in config.candidates)
         config = config.replace(method=config.method.replace(methods=members))
-    return Examination(llm, config, sample, progress, rounded=rounded).run()
+    return Examination(llm, config, sample, progress, **rounding).run()
 
 
 def _sample(llm: LLM, prompts: Path | None, batch: int, num_rounds: int, max_tokens: int, temperature: float) -> Sample:
@@ -148,6 +162,8 @@ def _show(report: Report, paper: Console) -> None:
     if report.target_is_rounded:
         unknown = "what it costs was not measured: the model as it was cannot be loaded beside the rounded one"
         paper.print(f"[bold]rounding[/bold]           {report.rounding or unknown}", soft_wrap=True)
+    if report.rounded_rows is not None:
+        paper.print(f'[bold]activations="int8"[/bold] would round rows: {report.rounded_rows}', soft_wrap=True)
     paper.print()
     paper.print(_costs(report))
     for doubt in report.doubts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean, median
 from typing import Any
 
@@ -15,7 +16,7 @@ from outrider.kernels.library import kernels_problem
 from outrider.lab.doctor.measure import Writing, pass_seconds, shifts, write
 from outrider.lab.doctor.pairing import examine_pairing
 from outrider.lab.doctor.verdict import Acceptance, Finding, Level, Situation, Terms, judge_acceptance, judge_speed
-from outrider.lab.measure.agreement import Rounding, measure_rounding
+from outrider.lab.measure.agreement import Rounding, measure_rounded_rows, measure_rounding
 from outrider.lab.measure.machine import LoadWatch
 from outrider.lab.measure.writing import AGAIN, EncodedTask, possible_speedup
 from outrider.lab.train.trainer import by_position
@@ -157,6 +158,8 @@ class Report:
         passes_doubted: Whether the times of the target's passes are among it. Then no ratios are told.
         target_is_rounded: Whether its weights were rounded when it was loaded, or its rows are.
         rounding: What this costs and gains. None where it is not, or the model as it was cannot be loaded beside it.
+        rounded_rows: What rows of 8 bits would cost and gain. None where they are rounded or cannot be, where nobody asked,
+            or where the model cannot be loaded once more.
     """
 
     target: ModelFacts
@@ -169,6 +172,7 @@ class Report:
     passes_doubted: bool = False
     target_is_rounded: bool = False
     rounding: Rounding | None = None
+    rounded_rows: Rounding | None = None
 
     @property
     def healthy(self) -> bool:
@@ -224,6 +228,8 @@ class Examination:
         sample: What to write.
         progress: Called with the name of each part as it begins.
         rounded: Whether the target was rounded when it was loaded.
+        quantization: How its weights were rounded then.
+        tries_rows: Whether to measure what rows of 8 bits would gain.
     """
 
     def __init__(
@@ -234,9 +240,12 @@ class Examination:
         progress: Callable[[str], None] = lambda _: None,
         *,
         rounded: bool = False,
+        quantization: str | None = None,
+        tries_rows: bool = False,
     ) -> None:
         self._llm = llm
         self._rounded = rounded
+        self._quantization, self._tries_rows = quantization, tries_rows
         self._asked = asked
         self._sample = sample
         self._progress = progress
@@ -256,15 +265,26 @@ class Examination:
         self._write([self._short()], PLAIN)
         speeds = [each.tokens_per_second for each in self._write(self._sample.rounds, PLAIN)]
         methods = tuple(self._method(config, passes) for config in members(self._asked))
-        said = (str(watch.load()), tuple(self._doubts), passes_doubted, self._rounded, self._rounding())
-        return Report(model_facts(runner), passes, median(speeds), self._sample.batch, methods, *said)
+        said = (str(watch.load()), tuple(self._doubts), passes_doubted)
+        rounding = (self._rounded, self._rounding(), self._rounded_rows())
+        return Report(model_facts(runner), passes, median(speeds), self._sample.batch, methods, *said, *rounding)
 
     def _rounding(self) -> Rounding | None:
         if not self._rounded:
             return None
         self._progress("what rounding costs")
+        return self._loaded_beside(partial(measure_rounding, self._llm))
+
+    def _rounded_rows(self) -> Rounding | None:
+        if not self._tries_rows:
+            return None
+        self._progress("what rows of 8 bits would gain")
+        return self._loaded_beside(partial(measure_rounded_rows, self._llm, self._quantization))
+
+    def _loaded_beside(self, measure: Callable[[Sequence[Sequence[int]]], Rounding]) -> Rounding | None:
+        """What is measured on the prompts; None where there is no room for another model."""
         try:
-            return measure_rounding(self._llm, [task.prompt_ids for task in self._texts(len(self._sample.rounds))])
+            return measure([task.prompt_ids for task in self._texts(len(self._sample.rounds))])
         except ModelError:
             return None
 

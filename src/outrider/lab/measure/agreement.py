@@ -136,15 +136,37 @@ def measure_rounding(llm: LLM, texts: Sequence[Sequence[int]]) -> Rounding:
     Raises:
         ModelError: The original cannot be loaded, as where memory is too small for it.
     """
-    rounded = llm.engine.runner
-    loaded = rounded.loaded
-    device = str(loaded.device)
-    how: dict[str, Any] = {"dtype": loaded.dtype, "device": device, "activations": "none"}
-    with LLM(loaded.name, **how, speculation="none", kv_cache_tokens=2 * WINDOW) as whole:
-        original = whole.engine.runner
-        readings = [read(texts, partial(_logits, runner)) for runner in (original, rounded)]
-        first, second = _OneRow(original), _OneRow(rounded)
-        pairs = [(first.seconds(), second.seconds()) for _ in range(1 + _PAIRS)][1:]  # the first pair warms up
+    with _beside(llm, activations="none") as whole:
+        return _compared(whole.engine.runner, llm.engine.runner, texts)
+
+
+def measure_rounded_rows(llm: LLM, quantization: str | None, texts: Sequence[Sequence[int]]) -> Rounding:
+    """What `activations="int8"` would cost and gain, beside the same weights with rows that are not rounded. The model that
+    rounds them is in memory meanwhile.
+
+    Args:
+        llm: A model whose weights are rounded, and its rows are not. It has no work.
+        quantization: How its weights were rounded at load; None where its files bring them so.
+        texts: As above.
+
+    Raises:
+        ModelError: It cannot be loaded, as where memory is too small for it.
+    """
+    with _beside(llm, quantization=quantization, activations="int8") as rounded:
+        return _compared(llm.engine.runner, rounded.engine.runner, texts)
+
+
+def _beside(llm: LLM, **how: Any) -> LLM:
+    """The checkpoint of a loaded model once more, loaded in another way."""
+    loaded = llm.engine.runner.loaded
+    settings: dict[str, Any] = {"dtype": loaded.dtype, "device": str(loaded.device), "kv_cache_tokens": 2 * WINDOW, **how}
+    return LLM(loaded.name, speculation="none", **settings)
+
+
+def _compared(original: ModelRunner, rounded: ModelRunner, texts: Sequence[Sequence[int]]) -> Rounding:
+    readings = [read(texts, partial(_logits, runner)) for runner in (original, rounded)]
+    first, second = _OneRow(original), _OneRow(rounded)
+    pairs = [(first.seconds(), second.seconds()) for _ in range(1 + _PAIRS)][1:]  # the first pair warms up
     return Rounding(agreement(*readings), median(before / after for before, after in pairs))
 
 
