@@ -278,8 +278,8 @@ class LLM:
             prompts: A prompt, or a list of prompts. A prompt is a string, a list or 1-D array of token ids, or one of
                 these in a dict: {"prompt": text} or {"prompt_token_ids": token ids}.
             params: For all prompts, or one each; taken as they stand. None takes `default_params`: what the checkpoint's
-                generation_config.json says of temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens, and
-                the defaults of SamplingParams for the others. Its do_sample decides nothing, as in vLLM.
+                generation_config.json, or a GGUF file, says of temperature, top_k, top_p, min_p, repetition_penalty and
+                max_new_tokens, and the defaults of SamplingParams for the others; do_sample decides nothing, as in vLLM.
             speculation: Overrides the LLM's, for all prompts or one each; "none" decodes plainly.
             namespace: Whose prompts these are: caches are shared within a namespace and never beyond it.
             trace: Whether outputs tell of every round: draft tree, probabilities, coins, verdict, times (`rounds`).

@@ -228,38 +228,6 @@ def test_files_in_parts_are_one_model(sound: bytes, tmp_path: Path) -> None:
         read_gguf(str(tmp_path / "m-00002-of-00002.gguf"))
 
 
-@pytest.mark.parametrize("joined", [False, True], ids=["renamed", "put together"])
-def test_a_part_under_another_name_says_which_it_is(tmp_path: Path, joined: bool) -> None:
-    """As gguf-split writes it. Parts cannot be joined by appending them."""
-    parts = [_part(tmp_path / f"m-0000{number + 1}-of-00002.gguf", number, 2) for number in range(2)]
-    assert set(read_gguf(str(parts[1])).tensors) == {"t0", "t1"}
-    data = parts[0].read_bytes() + (parts[1].read_bytes() if joined else b"")
-    (tmp_path / "model.gguf").write_bytes(data)
-    with pytest.raises(ModelError, match="part 1 of 2 of a model, and its name tells nothing of the others") as caught:
-        read_gguf(str(tmp_path / "model.gguf"))
-    assert "Download" not in str(caught.value)
-    assert "NAME-00001-of-00002.gguf, beside the other parts" in str(caught.value)
-    read_gguf(str(_part(tmp_path / "whole.gguf", 0, 1)))
-    read_gguf(str(_part(tmp_path / "merged.gguf", 0, 0)))
-    swapped = [tmp_path / f"s-0000{number}-of-00002.gguf" for number in (2, 1)]
-    for part, name in zip(parts, swapped, strict=True):
-        name.write_bytes(part.read_bytes())
-    with pytest.raises(ModelError, match="part 2 of 2 of a model, and its name that it is part 1 of 2"):
-        read_gguf(str(swapped[0]))
-
-
-def _part(path: Path, number: int, count: int) -> Path:
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_uint16("split.no", number)
-    writer.add_uint16("split.count", count)
-    writer.add_tensor(f"t{number}", np.ones(32, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def _saved(folder: Path, data: bytes) -> Path:
     (folder / "whole.gguf").write_bytes(data)
     return folder / "whole.gguf"

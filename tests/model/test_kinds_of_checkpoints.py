@@ -104,7 +104,7 @@ def encoder(folder: Path) -> Path:
         (adapter, "it is an adapter of meta/base", "merge_and_unload"),
         (gguf, "it holds GGUF files", "model-Q4_K_M.gguf"),
         (gguf_file, "it ends within its first 24 bytes", "again"),
-        (other_file, "it is a file, not a folder", "config.json"),
+        (other_file, "it is a file, and neither a folder nor a GGUF file", "config.json"),
         (quantised("awq"), "weights are quantised, and none are", "again"),
         (quantised("bitsandbytes"), "quantised by bitsandbytes", 'quantization="int8"'),
         (own_code, "trust_remote_code", "trust_remote_code=True"),

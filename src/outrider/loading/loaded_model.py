@@ -68,7 +68,8 @@ class LoadedModel:
         dtype: Of its weights.
         slices_logits: Whether its forward computes the head for chosen rows only.
         long_rope_after: Texts longer than this use other rotary factors for all their tokens; None where none do.
-        generation_defaults: What its generation config says of sampling, by the names of SamplingParams; not validated.
+        generation_defaults: What its generation config, or its file, says of sampling, by the names of SamplingParams; not
+            validated.
         rounds_rows: Whether what enters its linear layers is rounded to 8 bits.
         source: How the files of its checkpoint are found again; None where it is no folder and not on the hub.
         encoder: What reads a source before a text begins; None for a decoder alone.
@@ -155,7 +156,7 @@ def describe_model(
         tokenizer=tokenizer,
         vocab_size=_vocab_size(model, text_config),
         max_model_len=max_model_len,
-        eos_token_ids=_eos_token_ids(model, text_config),
+        eos_token_ids=_eos_token_ids(model, text_config, tokenizer),
         device=device,
         dtype=model.dtype,
         rounds_rows=config.asks_for_rounded_rows,
@@ -192,10 +193,11 @@ def _vocab_size(model: Any, text_config: Any) -> int:
     return int(head.weight.shape[0] if head is not None else text_config.vocab_size)
 
 
-def _eos_token_ids(model: Any, text_config: Any) -> frozenset[int]:
+def _eos_token_ids(model: Any, text_config: Any, tokenizer: Any | None) -> frozenset[int]:
+    """Those of the configurations, and that of the tokenizer: chat models are published that name theirs there alone."""
     generation = getattr(model, "generation_config", None)
     found: set[int] = set()
-    for holder in (generation, text_config):
+    for holder in (generation, text_config, tokenizer):
         value = getattr(holder, "eos_token_id", None)
         found |= {value} if isinstance(value, int) else set(value or ())
     return frozenset(found)

@@ -30,7 +30,7 @@ from outrider.loading.exclusive import attempt, exclusive_transformers
 from outrider.loading.fit import check_fit
 from outrider.loading.gguf.checkpoint import GgufCheckpoint
 from outrider.loading.gguf.header import GgufFile, is_gguf, read_gguf
-from outrider.loading.gguf.tokenizer import end_tokens, read_gguf_tokenizer
+from outrider.loading.gguf.tokenizer import end_tokens, read_gguf_tokenizer, sampling_defaults
 from outrider.loading.loaded_model import LoadedModel, describe_model
 from outrider.loading.quantised import declared, layout_of, rounded_while_computing
 from outrider.loading.quantised_checkpoint import QuantisedCheckpoint
@@ -192,7 +192,8 @@ def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device,
         model = _model_from_state(config, empty, checkpoint.state(empty, dtype), dtype).to(device)
         checkpoint.fill(model, dtype)
         model.generation_config.eos_token_id = end_tokens(file) or None
-        return _loaded(_as_llama_cpp(config, file, model), model, own_tokenizer, device, longest)
+        loaded = _loaded(_as_llama_cpp(config, file, model), model, own_tokenizer, device, longest)
+    return replace(loaded, generation_defaults=sampling_defaults(file))
 
 
 def _quantised_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:

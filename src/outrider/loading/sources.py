@@ -13,6 +13,7 @@ import torch
 
 from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
+from outrider.loading.gguf.header import is_gguf
 
 # --- Folders, files and hub ids that a user gives for a model.
 
@@ -134,15 +135,15 @@ def check_is_checkpoint(field: str, source: str) -> None:
     """
     path = Path(source)
     if path.is_file():
-        if path.suffix == ".gguf":
+        if is_gguf(source):
             return
-        raise InvalidParameterError(field, source, "it is a file, not a folder", _NEEDED)
+        raise InvalidParameterError(field, source, "it is a file, and neither a folder nor a GGUF file", _NEEDED)
     if (path / _CONFIG).exists() or not path.is_dir():
         return
     if (path / _ADAPTER).exists():
         raise _adapter(source)
     names = sorted(found.name for found in path.iterdir())
-    if any(name.endswith(".gguf") for name in names):
+    if any(name.lower().endswith(".gguf") for name in names):
         raise _gguf(source, names)
     holds = f"it holds no {_CONFIG}, but {', '.join(names[:3])}" if names else "the folder is empty"
     raise InvalidParameterError(field, source, holds, _NEEDED)
@@ -171,7 +172,7 @@ def wrong_shape(model: str, mismatched: list[tuple[str, Any, Any]]) -> ModelLoad
 
 
 def _gguf(source: str, names: list[str]) -> UnsupportedModelError:
-    first = next(name for name in names if name.endswith(".gguf"))
+    first = next(name for name in names if name.lower().endswith(".gguf"))
     return UnsupportedModelError(
         source, "it holds GGUF files, and no other checkpoint", f"Give one of them, as {source}/{first}."
     )

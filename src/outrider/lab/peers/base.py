@@ -296,7 +296,7 @@ def gguf_file(folder: Path, checkpoint: str, dtype: str) -> str:
     Raises:
         UnsupportedModelError: GGUF cannot describe what this model computes.
     """
-    if checkpoint.endswith(".gguf"):
+    if checkpoint.lower().endswith(".gguf"):
         return checkpoint
     from outrider.lab.convert.gguf import write_gguf  # imports torch, which a check of names does not need
 

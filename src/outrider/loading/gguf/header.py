@@ -42,8 +42,11 @@ _TYPES = {
 _SINGLE = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8}
 _MOST_DIMENSIONS = 4
 _LARGEST_NAME = 65_535
+#: Bytes behind the data of a file in which another one may begin.
+_MOST_PADDING = 64
 #: The name of a part of a model that lies in several files.
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
+_MAGIC = b"GGUF"
 
 
 class _MalformedError(ValueError):
@@ -105,8 +108,17 @@ class GgufFile:
 
 
 def is_gguf(model: str) -> bool:
-    """Whether a model is named by a GGUF file."""
-    return model.endswith(".gguf") and Path(model).is_file()
+    """Whether a model is named by a GGUF file: by its ending, or by its first bytes: blobs of Ollama have no ending."""
+    path = Path(model)
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:  # who needs it says so
+        return False
 
 
 def read_gguf(model: str) -> GgufFile:
@@ -118,10 +130,10 @@ def read_gguf(model: str) -> GgufFile:
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
     paths = parts_of(model)
-    for number, path in enumerate(paths):
+    for place, path in enumerate(paths):
         try:
-            found, held = _read(path)
-            _check_part(path, found, number, len(paths))
+            found, held, is_joined = _read(path)
+            _check_part(path, found, place, len(paths), is_joined=is_joined)
             for name in tensors.keys() & held.keys():
                 raise _MalformedError(f"another file of it holds the tensor {name}, too")
         except (_MalformedError, OSError, UnicodeDecodeError, MemoryError) as error:
@@ -138,7 +150,7 @@ def parts_of(model: str) -> list[Path]:
         return [path]
     count = int(found[2])
     stem = str(path)[: -len(found[0])]
-    names = (f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1))
+    names = (f"{stem}-{number:05d}-of-{count:05d}{found[3]}" for number in range(1, count + 1))
     parts = []
     for name in names:
         if not Path(name).is_file():
@@ -148,23 +160,31 @@ def parts_of(model: str) -> list[Path]:
     return parts
 
 
-def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
-    """Refuse a part of a model that does not stand where it says. One file that others were appended to says so, too."""
-    says = metadata.get("split.no", number), metadata.get("split.count", count)
-    if not all(isinstance(each, int) for each in says) or says[1] <= 1 or says == (number, count):
+def _check_part(path: Path, metadata: dict[str, Any], place: int, count: int, *, is_joined: bool) -> None:
+    """Refuse a part of a model whose name is not that of this part, and parts that were joined to one file.
+
+    Raises:
+        ModelLoadError: The file says that it is another part than its name does.
+    """
+    said, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
+    if not isinstance(said, int) or not isinstance(number, int) or said < 2 or (said, number) == (count, place):
         return
-    problem = f"it says that it is part {says[0] + 1} of {says[1]} of a model, and "
-    problem += f"its name that it is part {number + 1} of {count}" if count > 1 else "its name tells nothing of the others"
-    name = f"NAME-{says[0] + 1:05d}-of-{says[1]:05d}.gguf"
-    remedy = f"Call it {name}, beside the other parts, and give any of them; or join them with llama-gguf-split --merge."
+    name = f"NAME-{number + 1:05d}-of-{said:05d}.gguf"
+    if is_joined:
+        problem = f"it is part {number + 1} of {said} of a model, with other parts written behind it"
+        remedy = f"Parts cannot be joined like that. Put them into one folder, this one as {name}; or use llama-gguf-split --merge."
+    else:
+        problem = f"it is part {number + 1} of {said} of a model, and its name does not say so: it was renamed"
+        remedy = f"Call it {name}, beside the other parts, and give any of them; or join them with llama-gguf-split --merge."
     raise ModelLoadError(str(path), problem, remedy)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], bool]:
+    """What a file holds, and whether another one is written behind it."""
     if path.stat().st_size < 24:
         raise _MalformedError("it ends within its first 24 bytes")
     reader = _HeaderReader(np.memmap(path, mode="c", dtype=np.uint8))  # private, and never written to
-    if reader.take(4) != b"GGUF":
+    if reader.take(4) != _MAGIC:
         raise _MalformedError("it does not begin with GGUF")
     version, num_tensors, num_values = reader.numbers("IQQ")
     if version not in (2, 3):
@@ -178,16 +198,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
             raise _MalformedError(f"it has two values for {key}")
         metadata[key] = reader.value(key)
     table = [reader.entry() for _ in range(num_tensors)]
-    return metadata, _placed(reader, table, metadata.get("general.alignment", 32))
+    tensors, end = _placed(reader, table, metadata.get("general.alignment", 32))
+    return metadata, tensors, _MAGIC in bytes(reader.data[end : end + _MOST_PADDING])
 
 
 def _placed(
     reader: _HeaderReader, table: list[tuple[str, tuple[int, ...], str, int]], alignment: object
-) -> dict[str, GgufTensor]:
-    """The tensors with their data."""
+) -> tuple[dict[str, GgufTensor], int]:
+    """The tensors with their data, and where the last of these end."""
     if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment & (alignment - 1):
         raise _MalformedError(f"general.alignment is {alignment!r}, and no power of two")
-    begin = -(-reader.at // alignment) * alignment
+    begin = end = -(-reader.at // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     places = list[tuple[int, int, str]]()
     for name, shape, kind, offset in table:
@@ -200,10 +221,11 @@ def _placed(
             raise _MalformedError(f"the data of {name} end at byte {begin + offset + size:,} of {len(reader.data):,}")
         places.append((offset, offset + size, name))
         tensors[name] = GgufTensor(name, shape, kind, reader.data[begin + offset : begin + offset + size])
-    for (_, end, name), (start, _, other) in pairwise(sorted(places)):
-        if start < end:  # so a small file cannot be a large model
+        end = max(end, begin + offset + size)
+    for (_, stop, name), (start, _, other) in pairwise(sorted(places)):
+        if start < stop:  # so a small file cannot be a large model
             raise _MalformedError(f"{name} and {other} have the same bytes")
-    return tensors
+    return tensors, end
 
 
 def _nbytes(name: str, shape: tuple[int, ...], kind: str) -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf.header import GgufFile
@@ -112,14 +114,68 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
 
 
 def end_tokens(file: GgufFile) -> list[int]:
-    """The tokens that end a text, or a turn of a chat.
+    """The tokens that end a text, or a turn of a chat: those that the file says, and those that llama.cpp knows by their
+    texts, since many files say one alone.
 
     Raises:
-        ModelLoadError: One of them is no token.
+        ModelLoadError: One of them is no token, or the vocabulary is malformed.
     """
     vocabulary = _Vocabulary(file)
-    found = [vocabulary.number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
-    return sorted({number for number in found if number is not None})
+    found = {vocabulary.number(f"{name}_token_id") for name in ("eos", "eot", "eom")}
+    if isinstance(vocabulary.get("tokens"), list):
+        found |= _ends_by_text(vocabulary)
+    return sorted(number for number in found if number is not None)
+
+
+#: What ends a text or a turn, by its text. Those of the second line end what is written between two texts, or of a file.
+_ENDS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
+})  # fmt: skip
+#: Where all of these end texts, the last one ends a part of an answer.
+_PARTS_OF_ANSWERS = (
+    ("<|return|>", "<|call|>", "<|end|>"),
+    ("<|call|>", "<|flush|>", "<|end|>"),
+    ("<|calls|>", "<|flush|>", "<|end|>"),
+    ("<|tool_response>", "</s>"),
+)
+
+
+def _ends_by_text(vocabulary: _Vocabulary) -> set[int]:
+    """Only what is no part of a text is taken by its own text: tokens of control, and those that users define. The one
+    that is HTML, too, has to be of control: Gemma writes it."""
+    kinds = zip(vocabulary.names, vocabulary.types(), strict=True)
+    known = {token: (number, kind) for number, (token, kind) in enumerate(kinds) if token in _ENDS}
+    found = {
+        token: number
+        for token, (number, kind) in known.items()
+        if kind == _CONTROL or (kind == _USER_DEFINED and token != "</s>")
+    }
+    parts = {part for *others, part in _PARTS_OF_ANSWERS if found.keys() >= set(others)}
+    return {found[token] for token in found.keys() - parts}
+
+
+def sampling_defaults(file: GgufFile) -> dict[str, float]:
+    """How texts are drawn where a request leaves it open, by the names of SamplingParams; not validated."""
+    found = {ours: file.metadata.get(f"general.sampling.{theirs}") for ours, theirs in _SAMPLING.items()}
+    return {name: _shortest(value) for name, value in found.items() if value is not None}
+
+
+_SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+def _shortest(value: Any) -> Any:
+    """The number with the fewest digits that a float32 of a file stands for, as 0.95."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 #: The architectures whose vocabulary of SentencePiece is known.
