@@ -373,7 +373,7 @@ def test_a_missing_draft_folder_is_named_in_a_request_too(llm: LLM) -> None:
 def test_a_file_in_place_of_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    with pytest.raises(InvalidParameterError, match="not a folder"):
+    with pytest.raises(InvalidParameterError, match="neither a folder nor a GGUF file"):
         LLM(str(file))
 
 
