@@ -132,7 +132,8 @@ def test_parts_with_their_names_are_one_model(tmp_path: Path, ending: str) -> No
 
 def test_a_part_that_was_renamed_is_told_as_such(tmp_path: Path) -> None:
     for number in range(2):
-        with pytest.raises(ModelLoadError, match=rf"it is part {number + 1} of 2 .* renamed.*NAME-0000{number + 1}-of-00002\.gguf"):
+        says = rf"it is part {number + 1} of 2 .* renamed.*NAME-0000{number + 1}-of-00002\.gguf"
+        with pytest.raises(ModelLoadError, match=says):
             read_gguf(str(part(tmp_path, number, "model.gguf")))
     swapped = [part(tmp_path, 1 - number, f"m-0000{number + 1}-of-00002.gguf") for number in range(2)]
     with pytest.raises(ModelLoadError, match=r"m-00001-of-00002\.gguf': it is part 2 of 2 .* renamed"):

@@ -172,10 +172,10 @@ def _check_part(path: Path, metadata: dict[str, Any], place: int, count: int, *,
     name = f"NAME-{number + 1:05d}-of-{said:05d}.gguf"
     if is_joined:
         problem = f"it is part {number + 1} of {said} of a model, with other parts written behind it"
-        remedy = f"Parts cannot be joined like that. Put them into one folder, this one as {name}; or use llama-gguf-split --merge."
+        remedy = f"Parts cannot be joined like that. Put all into one folder, this one as {name}."
     else:
         problem = f"it is part {number + 1} of {said} of a model, and its name does not say so: it was renamed"
-        remedy = f"Call it {name}, beside the other parts, and give any of them; or join them with llama-gguf-split --merge."
+        remedy = f"Call it {name}, beside the others; or join them with llama-gguf-split --merge."
     raise ModelLoadError(str(path), problem, remedy)
 
 
