@@ -273,6 +273,21 @@ def test_pages_say_everything() -> None:
     assert "50/-" in text
 
 
+def test_workloads_stand_beside_each_other() -> None:
+    found = results()
+    alone = report.markdown(found, list(found.cells.values())[:1], "outrider bench")
+    assert "Speedup by workload" not in alone
+    cells = []
+    for workload, speedup in (("qa", 1.5), ("coding", 2.0)):
+        drafted = way("draft k=3", speedup=Spread(median=speedup, low=1.0, high=3.0))
+        cells.append(CellResult(cell=cell(workload=workload), ways=[way("plain"), drafted, way("silent")]))
+    page = report.markdown(found, cells, "outrider bench")
+    assert f"## Speedup by workload: {cells[0].cell.group}" in page
+    assert "| way | mean | qa | coding |" in page
+    assert "| draft k=3 | 1.75 | 1.50 | 2.00 |" in page
+    assert "| silent |" not in page.partition("Speedup by workload")[2].partition("##")[0]
+
+
 def printed(found: Results, width: int) -> str:
     """The tables of a terminal."""
     console = Console(width=width, record=True, file=io.StringIO())

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pyarrow import Table, parquet
 
+from outrider.config import ModelConfig, default_model
 from outrider.errors import InvalidParameterError
 from outrider.lab.measure.tasks import (
     LEAST,
     LONG_WORKLOADS,
     MOST,
+    MULTI_TURN,
     WORKLOADS,
     Task,
     built_in,
@@ -20,9 +24,9 @@ from outrider.lab.measure.tasks import (
     num_tokens,
     read_prompts,
     read_replay,
-    read_spec_bench,
 )
-from outrider.lab.measure.writing import copy_tasks
+from outrider.lab.measure.writing import copy_tasks, encoded_tasks
+from outrider.loading.tokenizers import read_tokenizer
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -85,17 +89,61 @@ def test_prompts_take_names_and_workloads(tmp_path: Path) -> None:
     assert read_prompts(file) == [Task("line-1", "mine", "a"), Task("x", "w", "b")]
 
 
-def test_spec_bench_gives_first_turns_by_category(tmp_path: Path) -> None:
-    file = tmp_path / "question.jsonl"
-    lines = [
-        {"question_id": 81, "category": "writing", "turns": ["first", "second"], "reference": ["r"]},
-        {"question_id": 300, "category": "math_reasoning", "turns": ["sum"]},
+def _questions(*categories: str) -> list[dict[str, object]]:
+    return [
+        {"question_id": 80 + i, "category": category, "turns": [f"first {i}", "second"], "reference": ["r"]}
+        for i, category in enumerate(categories)
     ]
-    file.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    assert read_spec_bench(file) == [
-        Task("writing-81", "spec_bench/writing", "first"),
-        Task("math_reasoning-300", "spec_bench/math_reasoning", "sum"),
-    ]
+
+
+def _asked(question: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": question},)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_questions_are_asked_by_category(tmp_path: Path, ending: str) -> None:
+    """The categories of MT-bench are one beside others, as Spec-Bench has them."""
+    file = tmp_path / f"question.{ending}"
+    for given, workloads in (
+        (["writing", "math_reasoning", "stem"], [MULTI_TURN, "math_reasoning", MULTI_TURN]),
+        (["writing", "stem"], ["writing", "stem"]),
+    ):
+        lines = _questions(*given)
+        if ending == "parquet":
+            parquet.write_table(Table.from_pylist(lines), file)
+        else:
+            file.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+        assert read_prompts(file) == [
+            Task(f"{80 + i}", workload, f"first {i}", messages=_asked(f"first {i}")) for i, workload in enumerate(workloads)
+        ]
+
+
+def test_conversations_are_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    file.write_text(json.dumps({"messages": messages, "workload": "greetings"}), "utf-8")
+    assert read_prompts(file) == [Task("line-1", "greetings", "", messages=tuple(messages))]
+
+
+def test_questions_go_through_the_chat_template(tmp_path: Path) -> None:
+    """Without one they are texts to go on from, and conversations are refused."""
+    shutil.copytree(default_model("target"), folder := tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    settings["chat_template"] = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+    asked = Task("1", "w", "Hello", messages=_asked("Hello"))
+    whole = Task("2", "w", "", messages=({"role": "system", "content": "Be brief."}, *_asked("Hello")))
+
+    def text(task: Task) -> str:
+        (encoded,) = encoded_tasks(str(folder), 1024, {"w": [task]}, 4)["w"]
+        return read_tokenizer(ModelConfig(model=str(folder))).decode(encoded.prompt_ids, skip_special_tokens=True)
+
+    assert text(asked) == text(Task("1", "w", "Hello")) == "Hello"
+    with pytest.raises(InvalidParameterError, match="chat template"):
+        text(whole)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    assert text(asked) == "[user] Hello"
+    assert text(whole) == "[system] Be brief.[user] Hello"
+    assert text(Task("1", "w", "Hello")) == "Hello"
 
 
 def test_recorded_texts_are_labelled(tmp_path: Path) -> None:
@@ -114,10 +162,12 @@ def test_recorded_texts_are_labelled(tmp_path: Path) -> None:
         (read_prompts, '{"prompt": "a", "name": 3}', "'name' is no text"),
         (read_prompts, "", "no lines"),
         (read_replay, '{"prompt": "a"}', "'answer' is missing"),
-        (read_spec_bench, '{"question_id": 1, "category": "c"}', "no turns"),
-        (read_spec_bench, '{"question_id": 1, "category": "c", "turns": []}', "no turns"),
-        (read_spec_bench, '{"category": "c", "turns": ["a"]}', "question_id"),
-        (read_spec_bench, '{"question_id": 1, "turns": ["a"]}', "'category' is missing"),
+        (read_prompts, '{"question_id": 1, "category": "c"}', "'prompt' is missing"),
+        (read_prompts, '{"question_id": 1, "category": "c", "turns": []}', "'turns' are no texts"),
+        (read_prompts, '{"question_id": 1, "category": "c", "turns": [3]}', "'turns' are no texts"),
+        (read_prompts, '{"question_id": 1, "category": 3, "turns": ["a"]}', "'category' is no text"),
+        (read_prompts, '{"messages": []}', "'messages' are no conversation"),
+        (read_prompts, '{"messages": ["a"]}', "'messages' are no conversation"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, read: Callable[[Path], list[Task]], line: str, says: str) -> None:
@@ -125,7 +175,7 @@ def test_a_bad_line_is_named(tmp_path: Path, read: Callable[[Path], list[Task]],
     file.write_text(line, "utf-8")
     with pytest.raises(InvalidParameterError, match=says) as caught:
         read(file)
-    assert caught.value.field in ("prompts", "replay", "spec_bench")
+    assert caught.value.field in ("prompts", "replay")
     assert "bad.jsonl" in str(caught.value.value)
     assert caught.value.remedy
 
@@ -140,6 +190,9 @@ def test_the_number_of_the_bad_line_is_said(tmp_path: Path) -> None:
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match="cannot be read"):
         read_prompts(tmp_path / "nowhere")
+    (tmp_path / "no.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InvalidParameterError, match="cannot be read"):
+        read_prompts(tmp_path / "no.parquet")
     (tmp_path / "latin1").write_bytes(b'{"prompt": "caf\xe9"}')
     with pytest.raises(InvalidParameterError, match="cannot be read"):
         read_prompts(tmp_path / "latin1")

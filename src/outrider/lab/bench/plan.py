@@ -23,7 +23,6 @@ from outrider.lab.measure.tasks import (
     long_tasks,
     read_prompts,
     read_replay,
-    read_spec_bench,
 )
 from outrider.lab.measure.writing import copy_tasks
 
@@ -167,7 +166,9 @@ class CellPlan:
     def _cell(self, dtype: str, workload: str, sampling: str, batch: int, peers: Sequence[str]) -> Cell:
         settings, tasks, replay = self._settings, self.tasks[workload], sampling == "replay"
         num_prompts = settings.num_prompts or self._sized(_QUICK_NUM_PROMPTS, _USUAL_NUM_PROMPTS, _FULL_NUM_PROMPTS)
-        digest = hashlib.sha256(json.dumps([[task.prompt, task.answer] for task in tasks]).encode()).hexdigest()
+        digest = hashlib.sha256(
+            json.dumps([[task.prompt, task.answer, task.messages] for task in tasks]).encode()
+        ).hexdigest()
         return Cell(
             model=self._model,
             dtype=dtype,
@@ -191,8 +192,6 @@ def _tasks(settings: BenchSettings) -> dict[str, list[Task]]:
     found = [task for name in whole for task in (long_tasks(name) if name in LONG_WORKLOADS else built_in(name))]
     if settings.prompts is not None:
         found += read_prompts(settings.prompts)
-    if settings.spec_bench is not None:
-        found += read_spec_bench(settings.spec_bench)
     if replay is not None:
         found += copy_tasks() if replay == "copy" else read_replay(Path(replay))
     tasks: dict[str, list[Task]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from outrider.lab.bench.results import Advice, CellResult, ModelResult, Outcome, Results, WayResult
@@ -163,11 +164,30 @@ def machine_line(results: Results) -> str:
 def _sections(results: Results, cells: Sequence[CellResult]) -> Iterable[Section]:
     """The tables of a report."""
     yield from _costs(results)
+    yield from _by_workload(cells)
     for found in cells:
         yield _title(found), SPEED, [speed_row(found, way) for way in found.shown]
         if any(way.tau is not None for way in found.shown):
             drafting = [way for way in found.shown if way.tau is not None or way.plain]
             yield f"{found.cell.load}: drafts", DRAFTS, [draft_row(way) for way in drafting]
+
+
+def _by_workload(cells: Sequence[CellResult]) -> Iterator[Section]:
+    """For each load of several workloads, the speedup of each way in each of them, and over all."""
+    groups: dict[str, list[CellResult]] = {}
+    for found in cells:
+        groups.setdefault(found.cell.group, []).append(found)
+    for group, members in groups.items():
+        if len(members) < 2:
+            continue
+        rows = []
+        for name in dict.fromkeys(way.name for found in members for way in found.shown if not way.plain):
+            ways = [next((way for way in found.ways if way.name == name), None) for found in members]
+            known = [way.speedup.median for way in ways if way is not None and way.speedup is not None]
+            if known:
+                shown = ("" if way is None or way.speedup is None else f"{way.speedup.median:.2f}" for way in ways)
+                rows.append((name, f"{fmean(known):.2f}", *shown))
+        yield f"Speedup by workload: {group}", ("way", "mean", *(found.cell.workload for found in members)), rows
 
 
 def _title(found: CellResult) -> str:

@@ -40,8 +40,7 @@ class BenchSettings(Frozen):
         device: The device, as LLM takes it.
         num_threads: The number of threads that compute. None leaves torch's.
         workloads: Names of built-in workloads. "long" stands for all that have long prompts.
-        prompts: A JSONL file with prompts of the user.
-        spec_bench: A file in the question format of Spec-Bench.
+        prompts: A file with prompts of the user, or with the questions of Spec-Bench, MT-bench or SPEED-Bench.
         replay: "copy", or a JSONL file of recorded texts.
         ways: The ways to decode, in the form NAME, NAME:LENGTH or NAME=FOLDER:LENGTH.
         batches: The numbers of texts at a time, 1 to 64.
@@ -71,7 +70,6 @@ class BenchSettings(Frozen):
     num_threads: int | None = Field(None, ge=1, description="Use 1 or more.")
     workloads: tuple[str, ...] = ()
     prompts: Path | None = None
-    spec_bench: Path | None = None
     replay: str | None = Field(None, min_length=1, description="Use copy, or a JSONL file.")
     ways: tuple[str, ...] = ()
     batches: tuple[Batch, ...] = Field((), description="Use 1 to 64.")
@@ -105,7 +103,7 @@ class BenchSettings(Frozen):
     @property
     def chooses_tasks(self) -> bool:
         """Whether the caller chooses what is written."""
-        return bool(self.workloads or self.prompts or self.spec_bench or self.replay)
+        return bool(self.workloads or self.prompts or self.replay)
 
 
 def _check_names(field: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:

@@ -40,9 +40,11 @@ def bench(
         Names, typer.Option("--workload", "-w", help="A built-in one, or long: prompts of 1,000 to 1,900 tokens; repeated.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help='JSONL of {"prompt": ...}, with "name" and "workload" if wanted.')
+        Path | None,
+        typer.Option(
+            help="JSONL of prompts or messages, or questions of Spec-Bench, MT-bench or SPEED-Bench (JSONL, Parquet)."
+        ),
     ] = None,
-    spec_bench: Annotated[Path | None, typer.Option(help="A question file in Spec-Bench's format.")] = None,
     replay: Annotated[str | None, typer.Option(help='"copy", or JSONL of {"prompt": ..., "answer": ...}, forced.')] = None,
     way: Annotated[
         Names,

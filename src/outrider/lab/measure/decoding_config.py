@@ -24,9 +24,10 @@ from outrider.propose.row_heads import FolderMethod, HeadMethod
 from outrider.propose.settings import PLAIN, SpeculationConfig
 
 #: The ways of a usual run, unless others are asked for, and those of a full run.
-USUAL = ("plain", "draft_model:3", "draft_model:5", "ngram:3", "suffix:16", "suffix-tree:16")
+USUAL = ("plain", "auto", "draft_model:3", "draft_model:5", "ngram:3", "suffix:16", "suffix-tree:16")
 ALL = (
     "plain",
+    "auto",
     *(f"draft_model:{k}" for k in (1, 2, 3, 5, 7)),
     *(f"ngram:{k}" for k in (3, 5, 10)),
     "suffix:3",

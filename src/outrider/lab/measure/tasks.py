@@ -1,4 +1,4 @@
-"""What is written in a measurement: built-in workloads, prompts of the user, Spec-Bench, recorded texts, long prompts."""
+"""What is written in a measurement: built-in workloads, prompts and questions from files, recorded texts, long prompts."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ import inspect
 import json
 import keyword
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from outrider.errors import InvalidParameterError
 
-# --- Workloads: built-in prompts, prompts of the user, questions of Spec-Bench, and recorded texts to replay.
+# --- Workloads: built-in prompts, prompts and questions from files, and recorded texts to replay.
 
 
 #: The built-in workloads. Each has a file in the folder `workloads`.
 WORKLOADS = ("code_completion", "copy_editing", "summarisation", "passage_question", "json", "free_text")
+#: What the eight categories of MT-bench (Zheng and others, 2023) count as beside others, as Spec-Bench reports them.
+_MT_BENCH, MULTI_TURN = (
+    frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}),
+    "multi_turn",
+)
 #: The workloads with long prompts, which `outrider.lab.measure.tasks` makes, and the name that stands for all of them.
 LONG_WORKLOADS, LONG = ("long_files", "long_passages", "long_diffs"), "long"
 
@@ -34,14 +40,16 @@ class Task:
     Attributes:
         name: A name that is unique within its workload.
         workload: The workload by which figures are grouped.
-        prompt: The text of the prompt.
+        prompt: The text of the prompt. It is empty where there are messages that hold more than one question.
         answer: The text that is forced as the target's choice. None where the target itself chooses.
+        messages: The prompt as a conversation, for models with a chat template. Empty for texts that models go on from.
     """
 
     name: str
     workload: str
     prompt: str
     answer: str | None = None
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 def built_in(workload: str) -> list[Task]:
@@ -52,37 +60,55 @@ def built_in(workload: str) -> list[Task]:
 
 
 def read_prompts(path: Path) -> list[Task]:
-    """Read lines of {"prompt": ...} with an optional "name" and "workload".
+    """Read prompts from a file in JSONL or Parquet, one a line.
+
+    A line is {"prompt": ...}, a text to go on from; or {"messages": [...]}, a conversation; or a question as Spec-Bench
+    (Xia and others, 2024), MT-bench and SPEED-Bench have it, {"question_id": ..., "category": ..., "turns": [...]}: its
+    first turn is asked. "name" and "workload" may stand beside any of them.
 
     Raises:
-        InvalidParameterError: The file cannot be read or is not JSON, or a line has no prompt.
+        InvalidParameterError: The file cannot be read, or a line is none of these.
     """
-    return [
-        Task(
-            _text(line, "name", where, f"line-{i}"), _text(line, "workload", where, path.stem), _text(line, "prompt", where)
-        )
-        for i, where, line in _lines("prompts", path)
-    ]
+    tasks = [_task(i, where, line, path.stem) for i, where, line in _lines("prompts", path)]
+    if {task.workload for task in tasks} <= _MT_BENCH:
+        return tasks
+    return [replace(task, workload=MULTI_TURN) if task.workload in _MT_BENCH else task for task in tasks]
 
 
-def read_spec_bench(path: Path) -> list[Task]:
-    """Read questions in the format of Spec-Bench, {"question_id": ..., "category": ..., "turns": [...]}.
+def _task(number: int, where: tuple[str, str], line: dict[str, Any], workload: str) -> Task:
+    messages = messages_in(line, where)
+    prompt = _text(line, "prompt", where) if messages is None else _only_question(messages)
+    name = str(line.get("question_id", f"line-{number}"))
+    workload = _text(line, "workload", where, _text(line, "category", where, workload))
+    return Task(_text(line, "name", where, name), workload, prompt, messages=tuple(messages or ()))
 
-    The first turn of each question becomes a task, and its category the workload.
+
+def messages_in(line: Mapping[str, Any], where: tuple[str, str]) -> list[Mapping[str, Any]] | None:
+    """The conversation that a line of a file asks to be answered. None where it holds none.
+
+    Args:
+        line: With "messages", or with "turns", of which the first one is asked.
+        where: The field and the place for errors.
 
     Raises:
-        InvalidParameterError: The file cannot be read or is not JSON, or a line is not a question.
+        InvalidParameterError: What it holds is no conversation.
     """
-    tasks = []
-    for _, where, line in _lines("spec_bench", path):
-        turns = line.get("turns")
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
-            raise _bad(where, "no turns", 'Give {"question_id": ..., "category": ..., "turns": ["..."]} a line.')
-        if "question_id" not in line:
-            raise _bad(where, "no question_id", "Give every question its own.")
-        category = _text(line, "category", where)
-        tasks.append(Task(f"{category}-{line['question_id']}", f"spec_bench/{category}", turns[0]))
-    return tasks
+    if "messages" in line:
+        messages = line["messages"]
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise _bad(where, "'messages' are no conversation", 'Give [{"role": "user", "content": "..."}].')
+        return messages
+    if "turns" not in line:
+        return None
+    turns = line["turns"]
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+        raise _bad(where, "'turns' are no texts", 'Give "turns" as a list of strings; the first one is asked.')
+    return [{"role": "user", "content": turns[0]}]
+
+
+def _only_question(messages: Sequence[Mapping[str, Any]]) -> str:
+    content = messages[0].get("content") if len(messages) == 1 else None
+    return content if isinstance(content, str) else ""
 
 
 def read_replay(path: Path) -> list[Task]:
@@ -99,17 +125,11 @@ def read_replay(path: Path) -> list[Task]:
 
 def _lines(field: str, path: Path) -> Iterator[tuple[int, tuple[str, str], dict[str, Any]]]:
     """(line number, (field, place) for errors, object) of each line. A file without lines is refused."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidParameterError(field, str(path), f"cannot be read ({error})", "Give a JSONL file in UTF-8.") from None
     found = False
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, read in _parquet(field, path) if path.suffix.lower() == ".parquet" else _jsonl(field, path):
         where = (field, f"{path.name}:{number}")
         try:
-            value = json.loads(line)
+            value = read()
         except ValueError as error:
             raise _bad(where, f"not JSON ({error})", "Give one JSON object a line.") from None
         if not isinstance(value, dict):
@@ -118,6 +138,30 @@ def _lines(field: str, path: Path) -> Iterator[tuple[int, tuple[str, str], dict[
         yield number, where, value
     if not found:
         raise InvalidParameterError(field, str(path), "it has no lines", "Give one JSON object a line.")
+
+
+def _jsonl(field: str, path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+    try:
+        text = path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameterError(field, str(path), f"cannot be read ({error})", "Give a JSONL file in UTF-8.") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield number, partial(json.loads, line)
+
+
+def _parquet(field: str, path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
+    if find_spec("pyarrow") is None:
+        remedy = "Run: pip install 'outrider[bench]'; or give a JSONL file."
+        raise InvalidParameterError(field, str(path), "pyarrow, which reads Parquet files, is not installed", remedy)
+    from pyarrow import ArrowException, parquet
+
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ArrowException) as error:
+        raise InvalidParameterError(field, str(path), f"cannot be read ({error})", "Give a Parquet file.") from None
+    for number, row in enumerate(rows, 1):
+        yield number, partial(dict, {name: value for name, value in row.items() if value is not None})
 
 
 def _text(line: dict[str, Any], key: str, where: tuple[str, str], default: str | None = None) -> str:

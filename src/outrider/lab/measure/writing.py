@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.config import ModelConfig, RequestOptions
+from outrider.conversations import template_of
 from outrider.engine.sequence import Request
 from outrider.errors import InvalidPromptError, OtherEngineError
 from outrider.lab.measure.decoding_config import DecodingConfig
@@ -23,7 +24,7 @@ from outrider.lab.measure.tasks import Task
 from outrider.llm import LLM
 from outrider.loading.tokenizers import read_tokenizer
 from outrider.params import SamplingParams, StreamPiece
-from outrider.prompts import encode_text
+from outrider.prompts import PromptEncoder, encode_text
 from outrider.propose.compositions import parts_of
 from outrider.results import RequestStats
 
@@ -354,7 +355,7 @@ def _is_possible(found: Mapping[str, Run], contestants: Sequence[Contestant]) ->
 def encoded_tasks(
     model: str, limit: int, tasks: Mapping[str, Sequence[Task]], max_tokens: int
 ) -> dict[str, list[EncodedTask]]:
-    """The tasks of each workload in the tokens of a model.
+    """The tasks of each workload in the tokens of a model. Questions go through its chat template, if it has one.
 
     Args:
         model: Folder or hub id.
@@ -364,14 +365,19 @@ def encoded_tasks(
 
     Raises:
         ModelLoadError: The tokenizer cannot be read.
+        InvalidParameterError: A conversation is given, and the model has no chat template.
         InvalidPromptError: A prompt is no text, or it does not fit into the context with its output.
     """
-    tokenizer = read_tokenizer(ModelConfig(model=model))
-    return {name: [_encoded(task, tokenizer, limit, max_tokens) for task in found] for name, found in tasks.items()}
+    encoder = PromptEncoder(read_tokenizer(ModelConfig(model=model)), model)
+    return {name: [_encoded(task, encoder, limit, max_tokens) for task in found] for name, found in tasks.items()}
 
 
-def _encoded(task: Task, tokenizer: Any, limit: int, max_tokens: int) -> EncodedTask:
-    prompt = encode_text(tokenizer, task.prompt)
+def _encoded(task: Task, encoder: PromptEncoder, limit: int, max_tokens: int) -> EncodedTask:
+    tokenizer: Any = encoder.tokenizer
+    if task.messages and (template_of(tokenizer) or not task.prompt):
+        prompt = encoder.encode_conversation(task.messages)[1]
+    else:
+        prompt = encode_text(tokenizer, task.prompt)
     answer = None if task.answer is None else encode_text(tokenizer, task.answer)
     length = max_tokens if answer is None else len(answer)
     if len(prompt) + length > limit:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import InputError, InvalidParameterError
-from outrider.lab.measure.tasks import built_in
+from outrider.lab.measure.tasks import built_in, messages_in
 from outrider.lab.measure.writing import EncodedTask
 from outrider.prompts import PromptEncoder
 from outrider.records import read_manifest, read_records
@@ -156,8 +156,9 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _prompt_ids(given: dict[str, Any], encoder: PromptEncoder) -> tuple[int, ...]:
-    if "messages" in given:
-        return encoder.encode_conversation(given["messages"], tools=given.get("tools"))[1]
+    messages = messages_in(given, ("line", json.dumps(given)[:40]))
+    if messages is not None:
+        return encoder.encode_conversation(messages, tools=given.get("tools"))[1]
     if "prompt" not in given:
         raise InvalidParameterError("prompt", None, "it is missing", f"{_FORM}.")
     return encoder.encode(given["prompt"])[1]
