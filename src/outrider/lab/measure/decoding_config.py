@@ -17,7 +17,7 @@ from outrider.errors import InvalidParameterError
 from outrider.loading.gguf.header import is_gguf
 from outrider.loading.sources import check_sources
 from outrider.propose import settings as registry
-from outrider.propose.compositions import Auto
+from outrider.propose.compositions import Auto, Composition
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.row_heads import FolderMethod, HeadMethod
@@ -201,9 +201,10 @@ def _parse(text: str, draft_model: str | None) -> DecodingConfig:
     kind = registry.find(given["method"])
     if model is None or not (issubclass(kind, FolderMethod) and Path(model).is_dir()):  # heads may have no config.json
         check_sources(way=model)
-    if name == Auto.name:
+    if issubclass(kind, (Auto, Composition)):
         config = SpeculationDefaults.of(given, model or draft_model, None).config  # as LLM(draft_model=...) has it
-        return DecodingConfig(name if model is None else f"{name} {Path(model).name}", config)
+        shown = name if name == Auto.name else f"{name} k={config.num_draft_tokens}"
+        return DecodingConfig(shown if model is None else f"{shown} {Path(model).name}", config)
     chosen = model or (draft_model if name == "draft_model" else None)
     config = SpeculationConfig.of(given if chosen is None else {**given, "model": chosen})
     if isinstance(config.method, HeadMethod) and model is None:
