@@ -23,7 +23,8 @@ _LOOKS_EVERY = 4
 #: By which factor several methods together must be expected to beat each of them. The best of several guesses is mostly
 #: one that was guessed too high, and methods by themselves are known better.
 _JOINED = 1.05
-#: Steps over which what a late start costs is spread.
+#: Steps over which what a late start costs is spread at least. A text that has gone on for longer is expected to go on for
+#: as long again.
 _HORIZON = 48.0
 
 
@@ -75,11 +76,13 @@ class Text:
         request: Which.
         options: The methods that may draft for it, by name.
         worth: Of a token of it; 1 on average over the batch.
+        written: Tokens of its output.
     """
 
     request: int
     options: Mapping[str, Option]
     worth: float = 1.0
+    written: int = 0
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,7 @@ class Chooser:
         if place == 0:
             filling.texts[name] = filling.texts.get(name, 0) + 1
             for reading in option.readings:
-                filling.late += self._costs.catch_up_seconds(reading.method, reading.lag) / _HORIZON
+                filling.late += self._costs.catch_up_seconds(reading.method, reading.lag) / max(_HORIZON, text.written)
                 filling.reading += self._costs.reading_seconds(reading.method, reading.reads)
         return reach
 

@@ -286,6 +286,7 @@ class Running:
         why_plain: Why none may be drafted, if so.
         forced: Rows of the step, beside its own, for tokens that the structure of its output forces.
         to_write: Tokens that it may still write; None where there is no bound.
+        written: Tokens of its output.
     """
 
     request: int
@@ -296,6 +297,7 @@ class Running:
     why_plain: str = ""
     forced: int = 0
     to_write: int | None = None
+    written: int = 0
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,9 @@ class ExplorationBudget:
 
 
 #: The share of the time that speculation may lose, and the seconds of it that are saved up.
-SHARE, MOST_SAVED = 0.01, 0.08
+SHARE, MOST_SAVED = 0.01, 0.24
 #: The share of a plain step that is saved up where this is more.
-_OF_PLAIN = 0.8
+_OF_PLAIN = 2.4
 
 
 class SecondsBucket:

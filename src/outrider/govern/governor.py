@@ -144,7 +144,10 @@ class Governor:
         steady = self._step < here.steady_until
         self._outlooks.clear()
         self._worths = self._places.worths(running, here.costs, here.speed)
-        texts = [Text(each.request, self._options(each, steady=steady), self._worths[each.request]) for each in free]
+        texts = [
+            Text(each.request, self._options(each, steady=steady), self._worths[each.request], each.written)
+            for each in free
+        ]
         texts += [Text(each.request, {}) for each in running if each.longest <= 0 or not each.methods]
         chooser = Chooser(here.costs, texts, sum(each.context for each in running), self._max_rows, self._exploration.left)
         plain, best = chooser.plain(), chooser.best()

@@ -8,7 +8,7 @@ from os import PathLike, fspath
 from typing import Any, Self
 
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.propose.compositions import Auto, Composition, named, parts_of
+from outrider.propose.compositions import Auto, Composition, Then, named, parts_of
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.settings import PLAIN, Method, SpeculationConfig
 
@@ -103,10 +103,10 @@ class SpeculationDefaults:
         return usual_methods(DraftModel() if has_draft else None, longest)
 
     def _complete_auto(self, asked: Auto, longest: int) -> Auto:
-        """The methods that are given; or else the engine's own, or its draft model, where it has one, and a lookup."""
+        """The methods that are given; or else the engine's own, or a lookup and its draft model, where it has one, and both."""
         if not asked.methods and isinstance(self.config.method, Auto):
             return self.config.method
-        whole = asked if asked.methods else asked.replace(methods=self._usual(longest))
+        whole = asked if asked.methods else asked.replace(methods=with_chain(self._usual(longest)))
         return whole.with_nested({place: self._inner(place, inner) for place, inner in whole.nested.items()})
 
 
@@ -121,6 +121,15 @@ def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draf
     """
     methods = ("suffix", "token_recycling") if draft is None else (draft, "suffix")
     return tuple(SpeculationConfig.of(method).replace(num_draft_tokens=longest) for method in methods)
+
+
+def with_chain(methods: tuple[SpeculationConfig, ...]) -> tuple[SpeculationConfig, ...]:
+    """The usual methods, and where one is a draft model, also the lookup with the draft model behind it: what is looked up
+    costs nothing, and where nothing is found the model drafts.
+    """
+    if not any(isinstance(each.method, DraftModel) for each in methods):
+        return methods
+    return (*methods, SpeculationConfig(method=Then(methods=methods[::-1]), num_draft_tokens=methods[0].num_draft_tokens))
 
 
 def _sources(config: SpeculationConfig, place: str) -> Iterator[tuple[str, str]]:

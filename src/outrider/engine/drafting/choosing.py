@@ -217,8 +217,9 @@ class MethodChoice:
         lags = {name: self._lag(seq, found.methods[name]) for name in methods if name in found.models}
         forced = len(seq.view.processing.forced(min(depth, MOST_FORCED)))
         longest = 0 if why else depth - forced
-        to_write = params.max_tokens - seq.num_output_tokens
-        return Running(seq.seq_id, len(seq.token_ids), longest, methods, lags, why, forced, to_write)
+        written = seq.num_output_tokens
+        to_write = params.max_tokens - written
+        return Running(seq.seq_id, len(seq.token_ids), longest, methods, lags, why, forced, to_write, written)
 
     def _lag(self, seq: Sequence, method: Method) -> int:
         drafter = seq.drafter(method)
