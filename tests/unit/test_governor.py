@@ -491,7 +491,7 @@ def _never_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_shadows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shadows, "_SHADOW_SHARE", 0.0)
+    patch.setattr(shadows.Shadows, "due", lambda *_: [])
 
 
 def _no_surprise(patch: pytest.MonkeyPatch) -> None:

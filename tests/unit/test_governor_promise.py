@@ -25,7 +25,8 @@ from tests.unit.governor_world import Log, Method, World, always, governor_of, r
 from tests.unit.test_governor_worlds import at_random
 
 PROMISE = 0.98
-SEEDS = range(100, 112)
+#: Some worlds, and two in which trials without a limit break the promise.
+SEEDS = (*range(100, 111), 132, 158)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 #: How much longer a row makes a pass, in passes of one row.
 SLOPES: dict[str, Callable[[random.Random], float]] = {
@@ -65,7 +66,7 @@ def drawn(seed: int) -> Drawn:
     calibrated = {rows: taken * rng.uniform(0.7, 1.3) for rows, taken in passes.items()}
     chance = rng.choice([0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.85])
     stands = rng.choice([always(chance), at_random(f"draft {seed}", 80, (0.0, 0.4, 0.9))])
-    methods = {"draft": Method(rng.uniform(0.02, 0.3), stands)}
+    methods = {"draft": Method(rng.uniform(0.02, 0.9), stands)}
     if rng.random() < 0.5:
         says = always(rng.choice([0.2, 0.6, 1.0]))
         methods["suffix"] = Method(0.01, at_random(f"suffix {seed}", 60, (0.0, 0.5, 0.95)), says, lookup=True)
@@ -80,7 +81,7 @@ def drawn(seed: int) -> Drawn:
         calibrated=calibrated,
         seconds_a_pass=seconds_a_pass,
     )
-    return Drawn(world, loads, max(800, int(60.0 / seconds_a_pass)))
+    return Drawn(world, loads, max(1000, int(70.0 / seconds_a_pass)))
 
 
 def worst(log: Log, stretch: float) -> float:
@@ -118,7 +119,7 @@ def test_it_is_never_below_its_promise_in_many_worlds(seed: int) -> None:
 def test_it_gains_where_there_is_something_to_gain() -> None:
     """Whoever never drafts keeps every promise."""
     gains = [sum(ran(seed).plain) / sum(ran(seed).true) for seed in SEEDS]
-    assert sum(gains) / len(gains) >= 1.04
+    assert sum(gains) / len(gains) >= 1.03
     assert max(gains) >= 1.2
 
 

@@ -103,6 +103,8 @@ class ExplorationBudget:
 SHARE, MOST_SAVED = 0.01, 0.24
 #: The share of a plain step that is saved up where this is more.
 _OF_PLAIN = 2.4
+#: The share of what may be saved up that may be owed.
+_MOST_OWED = 1 / 3
 
 
 class SecondsBucket:
@@ -135,15 +137,15 @@ class SecondsBucket:
         self._spent += seconds
 
     def end_step(self, seconds: float, plain: float) -> None:
-        """A step has ended. No more is owed than may be saved up: where the machine paused in a trial, drafts are tried
-        again within seconds.
+        """A step has ended. No more is owed than a third of what may be saved up: where the machine paused in a trial,
+        drafts are tried again within seconds.
 
         Args:
             seconds: Measured time of the step.
             plain: Estimated time of a step without drafts.
         """
         self.most = max(MOST_SAVED, _OF_PLAIN * plain)
-        self._saved, self._spent = max(min(self.left + SHARE * seconds, self.most), -self.most), 0.0
+        self._saved, self._spent = max(min(self.left + SHARE * seconds, self.most), -_MOST_OWED * self.most), 0.0
 
 
 # --- What is learnt and held for one number of texts behind contexts of one length, apart from all others.

@@ -10,7 +10,7 @@ from math import log, sqrt
 from outrider.govern.choice import DraftPlan
 from outrider.govern.costs import CostModel
 from outrider.govern.decision import MethodCandidate, Running
-from outrider.govern.exploration import ExplorationBudget
+from outrider.govern.exploration import SHARE, ExplorationBudget
 
 # --- Scores of idle methods: which of them are due, and what scoring may take of the time.
 
@@ -123,10 +123,11 @@ class Shadows:
         self._usual[method] = usual + (0.2 if each < _MOST_BELIEVED * usual else 1.0) * (each - usual)
 
     def earn(self, seconds: float, pause: int) -> None:
-        """A step took so long, and scores are due in one step of so many."""
-        share = _SHADOW_SHARE / min(4, pause)
+        """A step took so long, and scores are due in one step of so many. What trials cannot save up any more goes to models."""
+        is_full = self._exploration.left >= self._exploration.most
         for lookup, saved in self._saved.items():
-            self._saved[lookup] = min(saved + share * seconds / len(self._saved), _SAVED_STEPS * seconds)
+            share = SHARE if is_full and not lookup else _SHADOW_SHARE / len(self._saved)
+            self._saved[lookup] = min(saved + share / min(4, pause) * seconds, _SAVED_STEPS * seconds)
 
     def _idle(
         self, running: Sequence[Running], drafting: Mapping[int, tuple[str, int]], step: int, costs: CostModel
