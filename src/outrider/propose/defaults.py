@@ -103,7 +103,7 @@ class SpeculationDefaults:
         return usual_methods(DraftModel() if has_draft else None, longest)
 
     def _complete_auto(self, asked: Auto, longest: int) -> Auto:
-        """The methods that are given; or else the engine's own, or a lookup and its draft model, where it has one, and both."""
+        """The methods that are given; or else the engine's own, or a lookup, its draft model if it has one, and both."""
         if not asked.methods and isinstance(self.config.method, Auto):
             return self.config.method
         whole = asked if asked.methods else asked.replace(methods=with_chain(self._usual(longest)))
@@ -168,7 +168,7 @@ def with_draft_model(speculation: Any, draft_model: str | PathLike[str] | None) 
     method = config.method
     if isinstance(method, Auto | Composition) and not method.methods:
         usual = usual_methods(DraftModel(model=draft_model), config.num_draft_tokens)
-        in_order = usual if isinstance(method, Auto) else usual[::-1]  # a lookup comes first
+        in_order = with_chain(usual) if isinstance(method, Auto) else usual[::-1]  # a lookup comes first
         return config.replace(method=method.replace(methods=in_order))
     if isinstance(method, DraftModel) and not method.nested:
         return config.replace(method=method.replace(model=draft_model))
