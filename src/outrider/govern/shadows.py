@@ -123,7 +123,7 @@ class Shadows:
         self._usual[method] = usual + (0.2 if each < _MOST_BELIEVED * usual else 1.0) * (each - usual)
 
     def earn(self, seconds: float, pause: int) -> None:
-        """A step took so long, and scores are due in one step of so many. Models get what trials cannot save up any more."""
+        """A step took so long, and scores are due in one step of so many. Models get what trials cannot save up."""
         is_full = self._exploration.left >= self._exploration.most
         for lookup, saved in self._saved.items():
             share = SHARE if is_full and not lookup else _SHADOW_SHARE / len(self._saved)

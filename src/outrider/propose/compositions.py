@@ -227,8 +227,8 @@ class Auto(Method):
 
     Attributes:
         methods: What it may choose from, each with whole settings of its own, merged and chained methods too;
-            num_draft_tokens is the longest draft that is considered. Empty takes `suffix` and the LLM's own draft model, or
-            `token_recycling` where it has none.
+            num_draft_tokens is the longest draft that is considered. Empty takes `suffix`, the LLM's own draft model, and
+            `then` of both; or `suffix` and `token_recycling` where it has none.
     """
 
     name: ClassVar[str] = "auto"
