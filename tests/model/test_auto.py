@@ -190,7 +190,7 @@ def test_the_methods_that_it_takes_by_itself(pair: tuple[str, str]) -> None:
     with LLM(pair[0], dtype="float64", draft_model=pair[1]) as llm:
         method = llm.resolve("auto").method
         assert isinstance(method, Auto)
-        assert [each.name for each in method.methods] == ["draft_model", "suffix"]
+        assert [each.name for each in method.methods] == ["draft_model", "suffix", "then"]
         (output,) = llm.generate([COPY], SamplingParams(max_tokens=20, seed=1), speculation="auto")
         assert (
             output.outputs[0].token_ids == llm.generate(COPY, SamplingParams(max_tokens=20, seed=1))[0].outputs[0].token_ids

@@ -115,7 +115,7 @@ class CellPlan:
     def __init__(self, settings: BenchSettings, model: str, draft_model: str | None) -> None:
         self._settings = settings
         self._model = model
-        self.tasks = _tasks(settings)
+        self.tasks = tasks_of(settings)
         usual = decoding_config.ALL if settings.full else decoding_config.USUAL
         names = settings.ways or tuple(n for n in usual if draft_model or not n.startswith("draft_model"))
         self.ways = parse_ways(names, draft_model)
@@ -166,9 +166,6 @@ class CellPlan:
     def _cell(self, dtype: str, workload: str, sampling: str, batch: int, peers: Sequence[str]) -> Cell:
         settings, tasks, replay = self._settings, self.tasks[workload], sampling == "replay"
         num_prompts = settings.num_prompts or self._sized(_QUICK_NUM_PROMPTS, _USUAL_NUM_PROMPTS, _FULL_NUM_PROMPTS)
-        digest = hashlib.sha256(
-            json.dumps([[task.prompt, task.answer, task.messages] for task in tasks]).encode()
-        ).hexdigest()
         return Cell(
             model=self._model,
             dtype=dtype,
@@ -179,11 +176,17 @@ class CellPlan:
             max_tokens=self.max_tokens,
             ways=tuple(way.name for way in self.ways if way.replays or not replay),
             peers=() if replay else tuple(peers),
-            tasks=digest[:12],
+            tasks=digest(tasks),
         )
 
 
-def _tasks(settings: BenchSettings) -> dict[str, list[Task]]:
+def digest(tasks: Sequence[Task]) -> str:
+    """Tells prompts from others."""
+    content = json.dumps([[task.prompt, task.answer, task.messages] for task in tasks])
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
+
+
+def tasks_of(settings: BenchSettings) -> dict[str, list[Task]]:
     """The tasks by workload, in the order of their sources."""
     usual = WORKLOADS[:1] if settings.quick else WORKLOADS
     names = settings.workloads if settings.chooses_tasks else usual

@@ -321,28 +321,35 @@ def summarise(
     contestants: Sequence[Contestant],
     runs: Mapping[str, list[Run]],
     batch: int,
-    model: ModelResult,
-    bandwidth: float | None,
-    context: float,
+    model: ModelResult | None = None,
+    bandwidth: float | None = None,
+    context: float = 0.0,
 ) -> list[WayResult]:
-    """The figures of every contestant. Speedups are over our plain decoding in the same round.
+    """The figures of every contestant. Speedups are over our plain decoding in the same round, where it takes part.
 
     Args:
         contestants: The contestants in the order of their turns.
         runs: The runs of each contestant by its name, round by round. Contestants without runs get no figures.
         batch: The number of texts at a time.
-        model: The costs of the target.
+        model: The costs of the target. None where they are not known.
         bandwidth: The bytes per second that the machine reads.
         context: The mean length of the texts while they are written.
     """
-    found = [_summary(c, runs[c.name], runs[PLAIN], batch, model, bandwidth) for c in contestants if c.name in runs]
-    for result in found:
-        _add_limits(result, batch, model.seconds_near(context))
+    plain = runs.get(PLAIN, [])
+    found = [_summary(c, runs[c.name], plain, batch, model, bandwidth) for c in contestants if c.name in runs]
+    if model is not None:
+        for result in found:
+            _add_limits(result, batch, model.seconds_near(context))
     return found
 
 
 def _summary(
-    contestant: Contestant, runs: list[Run], plain: list[Run], batch: int, model: ModelResult, bandwidth: float | None
+    contestant: Contestant,
+    runs: list[Run],
+    plain: list[Run],
+    batch: int,
+    model: ModelResult | None,
+    bandwidth: float | None,
 ) -> WayResult:
     speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
     result = WayResult(
@@ -360,12 +367,12 @@ def _summary(
         repeated_8grams=(repeated := median(repeated_8grams(ids) for run in runs for ids in run.token_ids)),
         loops=repeated > LOOPS_ABOVE,
     )
-    if not result.plain:
+    if not result.plain and plain:
         pairs = list(zip(runs, plain, strict=True)) if contestant.peer else believed_rounds(runs, plain)
         result.disturbed = not pairs
         result.speedup = _ratios(pairs, lambda run: run.tokens_per_second)
         result.whole_speedup = _ratios(pairs, lambda run: run.whole_tokens_per_second)
-    elif batch == 1 and bandwidth and model.weight_bytes and result.tokens_per_second is not None:
+    elif batch == 1 and bandwidth and model is not None and model.weight_bytes and result.tokens_per_second is not None:
         share = result.tokens_per_second.median * model.weight_bytes / bandwidth
         result.bandwidth_share = share if share <= SLACK else None
     _add_drafts(result, runs)

@@ -53,6 +53,7 @@ class BenchSettings(Frozen):
         full: Measure everything, and go on where an earlier run stopped.
         quick: Measure one workload, sampled, one short text at a time, where nothing else is asked for.
         out: The folder for results. None writes no results.
+        bench_client: The address of a server that speaks OpenAI's API, which is measured instead of an engine here.
 
     Raises:
         InvalidParameterError: A value is outside its range.
@@ -82,6 +83,7 @@ class BenchSettings(Frozen):
     full: bool = False
     quick: bool = False
     out: Path | None = None
+    bench_client: str | None = Field(None, pattern=r"^https?://", description="Use an address like http://127.0.0.1:8000.")
 
     @model_validator(mode="after")
     def _settings_agree(self) -> BenchSettings:
@@ -93,7 +95,15 @@ class BenchSettings(Frozen):
             raise ContradictionError("quick", True, "a full run measures everything", "Leave --full or --quick out.")
         if self.full and self.out is None:
             raise ContradictionError("full", True, "its results need a place to be resumed from", "Add --out FOLDER.")
+        self._check_client()
         return self
+
+    def _check_client(self) -> None:
+        """A server has its own model and settings."""
+        own = ("draft_model", "wide", "dtypes", "device", "num_threads", "contexts", "chunks", "peers", "full", "replay")
+        for name in own if self.bench_client is not None else ():
+            if getattr(self, name):
+                raise ContradictionError(name, getattr(self, name), "a server is measured as it is", "Leave it out.")
 
     @property
     def peer_names(self) -> tuple[str, ...]:

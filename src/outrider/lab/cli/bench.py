@@ -13,6 +13,7 @@ from outrider.cli import options
 from outrider.lab.cli.progress import shown_progress
 
 if TYPE_CHECKING:
+    from outrider.lab.bench.client import ClientSession
     from outrider.lab.bench.results import Results
     from outrider.lab.bench.session import Session
     from outrider.lab.bench.settings import BenchSettings
@@ -69,6 +70,9 @@ def bench(
         bool, typer.Option("--quick", help="One workload, sampled, two short texts, where nothing else is asked for.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="Everything, for hours; a rerun goes on where it stopped.")] = False,
+    bench_client: Annotated[
+        str | None, typer.Option(help="Address of a server to measure instead; MODEL is then the name that it serves.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for results.json, results.md and plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The results as JSON instead of tables.")] = False,
     no_color: options.NoColor = False,
@@ -77,12 +81,14 @@ def bench(
     settings = _settings(locals())
     from rich.console import Console
 
-    from outrider.lab.bench.session import Session  # takes seconds, and the settings are known to be possible by now
+    # takes seconds, and the settings are known to be possible by now
+    from outrider.lab.bench.client import ClientSession
+    from outrider.lab.bench.session import Session
 
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
     notes.print(_duration(settings), markup=False, soft_wrap=True)
     with shown_progress(notes) as progress:
-        session = Session(settings, progress)
+        session = (Session if settings.bench_client is None else ClientSession)(settings, progress)
         results = session.run()
     _write(results, out)
     if as_json:
@@ -103,6 +109,8 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
 
 def _duration(settings: BenchSettings) -> str:
     """How long such a run takes."""
+    if settings.bench_client is not None:
+        return "the server writes every text with each way"
     if settings.full:
         return "a full run takes hours; started again, it goes on where it stopped"
     if settings.quick:
@@ -111,7 +119,7 @@ def _duration(settings: BenchSettings) -> str:
     return f"a usual run takes some {usual} with the embedded pair on two cores; --quick takes less"
 
 
-def _this_run(session: Session, results: Results) -> Results:
+def _this_run(session: Session | ClientSession, results: Results) -> Results:
     """Without what earlier runs left in the folder."""
     from outrider.lab.bench.advice import advise
 
@@ -135,7 +143,7 @@ def _write(results: Results, out: Path | None) -> None:
     (out / "results.md").write_text(page, "utf-8")
 
 
-def _show(session: Session, results: Results, paper: Any) -> None:
+def _show(session: Session | ClientSession, results: Results, paper: Any) -> None:
     from outrider.lab.bench import report
 
     shown = _this_run(session, results)

@@ -267,13 +267,13 @@ class Contestant:
 
     Attributes:
         name: The name in reports.
-        write: Writes the texts of one round.
+        write: Writes the texts of one round, from tasks or from encoded tasks.
         peer: The name of the peer to which it belongs. None for a way of our own.
         plain: Whether it is our own plain decoding, against which the others are measured.
     """
 
     name: str
-    write: Callable[[Sequence[EncodedTask]], Run]
+    write: Callable[[Sequence[Any]], Run]
     peer: str | None = None
     plain: bool = False
 
@@ -288,7 +288,7 @@ def ours(llm: LLM, way: DecodingConfig, temperature: float) -> Contestant:
 
 
 def interleave(
-    rounds: Iterable[Sequence[EncodedTask]],
+    rounds: Iterable[Sequence[Any]],
     contestants: Sequence[Contestant],
     on_turn: Callable[[Contestant], None] = lambda _: None,
     on_dropout: Callable[[Contestant, OtherEngineError], None] = lambda *_: None,
@@ -312,7 +312,7 @@ def interleave(
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
     turns = 0
 
-    def once(tasks: Sequence[EncodedTask]) -> dict[str, Run]:
+    def once(tasks: Sequence[Any]) -> dict[str, Run]:
         nonlocal turns
         found, turns = {}, turns + 1
         for contestant in contestants if turns % 2 else reversed(contestants):
