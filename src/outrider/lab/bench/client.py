@@ -16,7 +16,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from outrider.errors import EngineAnswerError, InvalidParameterError
+from outrider.errors import EngineAnswerError, InvalidParameterError, OtherEngineError
 from outrider.lab.bench.advice import advise
 from outrider.lab.bench.plan import Cell, digest, tasks_of
 from outrider.lab.bench.results import PLAIN, CellResult, Results, summarise
@@ -74,8 +74,8 @@ class ClientSession:
         model = self._settings.model or self._first_model()
         ways = self._requested(model)
         results.note(
-            f"measured against {self._root}, with the texts as long as they come; every prompt was sent once before, so that a "
-            "server that keeps prompts has them for all ways"
+            f"measured against {self._root}, with the texts as long as they come; every prompt was sent once before, so that "
+            "a server that keeps prompts has them for all ways"
         )
         for cell in self._cells(model, tuple(ways)):
             contestants = [
@@ -118,7 +118,7 @@ class ClientSession:
         for task in {task.name: task for tasks in rounds for task in tasks}.values():
             self._ask(task, {"model": cell.model, "max_tokens": 1})
         self._progress.advance()
-        runs = interleave(rounds, contestants, lambda _: self._progress.advance())
+        runs = interleave(rounds, contestants, lambda _: self._progress.advance(), _fail)
         return CellResult(cell=cell, ways=summarise(contestants, runs, cell.batch))
 
     def _write(self, cell: Cell, body: Mapping[str, Any], tasks: Sequence[Task]) -> Run:
@@ -167,6 +167,10 @@ class ClientSession:
             raise EngineAnswerError(self._root, f"answers {error.code} on {path}: {said}", "See its log.") from error
         except (URLError, HTTPException, OSError, ValueError) as error:
             raise EngineAnswerError(self._root, f"does not answer: {error}", "Is it up, and the address right?") from error
+
+
+def _fail(_: Contestant, error: OtherEngineError) -> None:
+    raise error
 
 
 def _asked_way(text: str) -> tuple[str, dict[str, Any]]:
