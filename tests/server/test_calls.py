@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from outrider.config import default_model
 from outrider.server.tool_forms import ToolForm
-from outrider.server.tools import MAX_CALLS, ToolListener, calls_grammar
+from outrider.server.tool_grammars import MAX_CALLS, calls_grammar
+from outrider.server.tools import ToolListener
 from tests.server.running import TEMPLATE, Server, running
 
 NAME = "outrider-embedded"

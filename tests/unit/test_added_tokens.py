@@ -14,7 +14,7 @@ from outrider.config import default_model
 from outrider.errors import InvalidParameterError
 from outrider.loading.tokenizers import given_tokenizer
 from outrider.params import StructuredOutputs
-from outrider.server.tools import calls_grammar
+from outrider.server.tool_grammars import calls_grammar
 from outrider.structured.grammar import GrammarCompiler
 
 #: GGUF files of published models, in the folder that this variable names.
@@ -45,6 +45,7 @@ def written(compiler: GrammarCompiler, tokenizer: Any, structure: StructuredOutp
     state, tokens = compiler.start(structure), list[int]()
     wishes = tokenizer(wanted, add_special_tokens=False)["input_ids"]
     while True:
+        assert len(tokens) < 1000, f"it does not end: {tokenizer.decode(tokens)[:500]}"
         mask = state.allowed(tuple(tokens), len(tokenizer))
         assert mask is not None
         wish = wishes[len(tokens)] if len(tokens) < len(wishes) else None

@@ -90,7 +90,9 @@ def speeds(plain: Sequence[float], drafted: Sequence[float], *, per_pass: float)
         gained = 1.0 if name == "plain" else per_pass
         return Contestant(name, lambda _: run(left[name].pop(0), per_pass=gained), plain=name == "plain")
 
-    found = interleave(TASKS, [writer("plain"), writer("b")], lambda contestant: turns.append(contestant.name))
+    more: list[int] = []
+    found = interleave(TASKS, [writer("plain"), writer("b")], lambda each: turns.append(each.name), on_again=more.append)
+    assert len(turns) == 2 * len(TASKS) + sum(more), "who shows how far it is must know of turns that come again"
     return found, len(turns) // 2
 
 

@@ -618,6 +618,43 @@ def test_lines_are_edited_in_a_terminal(
     assert "\n+" in history.read_text("utf-8"), "for the next conversation"
 
 
+@pytest.mark.parametrize(
+    ("typed", "later", "messages"),
+    [
+        ("one\n", "", [("one", False)]),
+        ("one\ntwo\n\nthree\n", "", [("one\ntwo\n\nthree", False)]),
+        ("one\nand the be", "ginning\n", [("one\nand the beginning", False)]),
+        ('"""/a\nb"""\n', "", [("/a\nb", True)]),
+    ],
+    ids=["line", "paste", "paste without an end", "quotes"],
+)
+def test_pasted_lines_are_one_message_where_nothing_can_be_edited(
+    typed: str, later: str, messages: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.cli import lines
+
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "r", encoding="utf-8", buffering=1) as terminal:
+        console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+
+        def ask(prompt: str) -> str:
+            if not prompt.strip("[]bold/"):
+                os.write(ours, later.encode())
+            return os.read(theirs, 4096).decode().removesuffix("\n")  # a terminal gives line by line
+
+        monkeypatch.setattr(sys, "stdin", terminal)
+        monkeypatch.setattr(console, "input", ask)
+        read = lines.reader(console, console)
+        os.write(ours, typed.encode())
+        for message in messages:
+            found = read()
+            assert found is not None
+            assert (found.text, found.is_quoted) == message
+        os.write(ours, b"and alone\n")
+        assert read() == lines.Typed("and alone")
+    os.close(ours)
+
+
 def test_an_interrupt_stops_an_answer_and_leaves_no_mark_in_it(tmp_path: Path) -> None:
     """In a terminal of its own, whose driver would write ^C."""
     ours, theirs = pty.openpty()

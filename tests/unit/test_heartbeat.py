@@ -44,17 +44,51 @@ def test_a_pipe_gets_lines_and_a_terminal_a_bar(terminal: bool, monkeypatch: pyt
     assert (" cost of passes: 2 of 7" in paper.getvalue()) is not terminal
 
 
-def test_a_line_tells_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10_000, 50))
-    monkeypatch.setattr(heartbeat, "perf_counter", lambda: next(clock))
-    said: list[str] = []
-    beat = heartbeat.Heartbeat(said.append)
-    beat.tell("steps", 10, 40)  # a training that goes on where it was broken off
-    assert beat._left() == ""
-    beat.tell("steps", 20, 40)
-    assert beat._left() == ", about 1:40 left"  # fifty seconds for ten steps, and twenty are left
-    beat.tell("steps", 40, 40)
-    assert beat._left() == ""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(heartbeat, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_the_time_that_is_left_runs_down_and_grows_with_a_turn_that_takes_long(clock: list[float]) -> None:
+    pace = heartbeat.Pace()
+    pace.expect("steps", 40, 10)  # a training that goes on where it was broken off
+    assert pace.left() is None
+    clock[0] = 50
+    pace.reach(20)  # fifty seconds for ten steps, and twenty are left
+    assert pace.left() == 100
+    clock[0] = 53
+    assert pace.left() == 97
+    clock[0] = 160  # one turn that takes as long as twenty of the others: each takes ten seconds and more
+    assert pace.left() == pytest.approx(160 / 11 * 19)
+    pace.reach(40)
+    assert pace.left() is None
+
+
+def test_turns_that_fall_away_or_come_again_change_the_time_that_is_left(clock: list[float]) -> None:
+    beat = heartbeat.Heartbeat(lambda _: None)
+    beat.expect("replaying", 12)
+    clock[0] = 30
+    for _ in range(3):
+        beat.advance()
+    assert beat._pace.left() == 90
+    beat.change(-6)
+    assert beat._pace.left() == 30
+    beat.change(2)
+    assert beat._pace.left() == 50
+
+
+def test_a_bar_in_a_terminal_says_the_time_that_is_left(clock: list[float]) -> None:
+    paper = io.StringIO()
+    with shown_progress(Console(file=paper, force_terminal=True, width=80)) as progress:
+        progress.expect("replaying", 9)
+        clock[0] = 60
+        progress.advance()
+        clock[0] = 61
+        progress.change(-2)
+    assert "1/7" in paper.getvalue()
+    assert "about 5:59 left" in paper.getvalue()
 
 
 def test_a_training_in_a_pipe_says_how_far_it_is(

@@ -19,6 +19,8 @@ export interface Facts {
   dtype: string;
   weight_bytes: number | null;
   max_texts: number;
+  /** Whether the model has a chat template. */
+  chats: boolean;
   methods: MethodFacts[];
 }
 
@@ -113,6 +115,8 @@ export interface Written {
 /** What a text is asked for; speculation is "off" or the settings of a method. */
 export interface Asked {
   prompt: string;
+  /** Whether the prompt is a message, which goes through the model's chat template. */
+  chat?: boolean;
   max_tokens: number;
   temperature: number;
   speculation: string | Record<string, unknown>;
@@ -159,6 +163,12 @@ export function useKey(key: string): void {
   apiKey = key;
 }
 
+/** Where a text is asked for, and the body of the request. */
+export function requestOf({ prompt, chat, ...rest }: Asked): { path: string; body: Record<string, unknown> } {
+  if (!chat) return { path: "/v1/completions", body: { prompt, ...rest } };
+  return { path: "/v1/chat/completions", body: { messages: [{ role: "user", content: prompt }], ...rest } };
+}
+
 /** The model and the methods of the server. */
 export async function facts(): Promise<Facts> {
   return (await answered("/pages/facts")).json();
@@ -186,14 +196,17 @@ export async function write(asked: Asked, hearing: Hearing = {}): Promise<Writte
 
 /** Write `asked.n` texts at a time. */
 export async function writeAll(asked: Asked, { heard, signal }: Hearing = {}): Promise<Written[]> {
-  const body = JSON.stringify({ ...asked, stream: true, trace: true });
-  const response = await answered("/v1/completions", { method: "POST", body, signal });
+  const { path, body: given } = requestOf(asked);
+  const body = JSON.stringify({ ...given, stream: true, trace: true });
+  const response = await answered(path, { method: "POST", body, signal });
   const found = Array.from({ length: asked.n ?? 1 }, empty);
   for await (const event of events(response, signal)) {
     if (event.error) throw new ServerError(event.error.message, 500, LEAVING.includes(event.error.code));
     for (const choice of event.choices) {
-      take(found[choice.index], choice);
-      heard?.({ index: choice.index, text: choice.text, origins: choice.trace.origins });
+      if (!choice.trace) continue; // a chat opens with a chunk that has no text
+      const text: string = choice.text ?? choice.delta.content ?? "";
+      take(found[choice.index], text, choice);
+      heard?.({ index: choice.index, text, origins: choice.trace.origins });
     }
     if (event.speculation) for (const each of found) each.speculation = event.speculation;
   }
@@ -205,8 +218,8 @@ function empty(): Written {
   return { text: "", tokenIds: [], origins: [], texts: [], rounds: [], speculation: {} as Speculation, finishReason: "" };
 }
 
-function take(found: Written, choice: any): void {
-  found.text += choice.text;
+function take(found: Written, text: string, choice: any): void {
+  found.text += text;
   found.tokenIds.push(...choice.trace.token_ids);
   found.origins.push(...choice.trace.origins);
   if (choice.finish_reason) {

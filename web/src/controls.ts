@@ -13,14 +13,16 @@ export interface Choice {
   maxTokens: number;
   temperature: number;
   sameDice: boolean;
+  /** Whether the prompt goes through the model's chat template. */
+  chat: boolean;
 }
 
 /** The settings that a text was asked for with, as `Controls` takes them. */
-export function settingsOf({ speculation, max_tokens, temperature, seed }: Asked): [string, string][] {
+export function settingsOf({ speculation, max_tokens, temperature, seed, chat }: Asked): [string, string][] {
   const { method, tree, num_draft_tokens } = typeof speculation === "string" ? { method: speculation } : speculation;
   const shape: [string, string][] = [["shape", tree === undefined ? "chain" : String(tree)]];
   const length: [string, string][] = num_draft_tokens === undefined ? [] : [["length", String(num_draft_tokens)]];
-  return [["method", String(method)], ...shape, ...length, ["tokens", String(max_tokens)], ["temperature", String(temperature)], ["dice", String(seed !== undefined)]];
+  return [["method", String(method)], ...shape, ...length, ["tokens", String(max_tokens)], ["temperature", String(temperature)], ["dice", String(seed !== undefined)], ["bare", String(!chat)]];
 }
 
 export class Controls {
@@ -32,8 +34,14 @@ export class Controls {
   private readonly temperature = slider("temperature", 0, 1.5, 0.1, 0.8);
   private readonly dice = h<HTMLInputElement>("input", { id: "dice", type: "checkbox", checked: true });
   private readonly diceWords = h("label", { for: "dice" });
+  private readonly bare: HTMLInputElement;
 
-  constructor(private readonly facts: Facts) {
+  /** @param changed Is told whether the prompt goes through the chat template, now and whenever that changes. */
+  constructor(
+    private readonly facts: Facts,
+    private readonly changed: (chat: boolean) => void,
+  ) {
+    this.bare = bareSwitch(facts, changed);
     fill(this.method, ...facts.methods.map((each) => h("option", { value: each.name }, named(each.name))));
     fill(
       this.element,
@@ -43,7 +51,9 @@ export class Controls {
       field("Tokens to write", this.tokens),
       field("Temperature", this.temperature, "0 takes the likeliest token"),
       h("div.field.check", {}, this.dice, this.diceWords),
+      facts.chats && bareField(this.bare),
     );
+    changed(this.chat);
     this.suit();
   }
 
@@ -56,13 +66,18 @@ export class Controls {
       maxTokens: Number(this.tokens.value),
       temperature: Number(this.temperature.value),
       sameDice: this.dice.checked && !this.dice.disabled,
+      chat: this.chat,
     };
+  }
+
+  private get chat(): boolean {
+    return this.facts.chats && !this.bare.checked;
   }
 
   /** What an address holds of the settings, by the ids of their inputs. */
   get settings(): [string, string][] {
     const inputs = [this.method, this.shape, this.length, this.tokens, this.temperature];
-    return [...inputs.map((input): [string, string] => [input.id, input.value]), ["dice", String(this.dice.checked)]];
+    return [...inputs.map((input): [string, string] => [input.id, input.value]), ["dice", String(this.dice.checked)], ["bare", String(!this.chat)]];
   }
 
   /** Settings of an address; what this server does not offer stays as it is. */
@@ -76,6 +91,8 @@ export class Controls {
       else input.dispatchEvent(new Event("input"));
     }
     this.dice.checked = found.get("dice") !== "false";
+    this.bare.checked = found.get("bare") === "true";
+    this.changed(this.chat);
   }
 
   /** Offer what the chosen method can do. */
@@ -102,6 +119,16 @@ function shapes(method: MethodFacts): [string, string][] {
   if (method.takes_tree) found.push(["3,2,1", "a tree: 3, then 2, then 1"]);
   if (method.adapts) found.push(["best_first", "a tree that adapts"]);
   return found;
+}
+
+/** Takes the prompt as it is, without the model's chat template. */
+export function bareSwitch(facts: Facts, changed: (chat: boolean) => void): HTMLInputElement {
+  return h("input", { id: "bare", type: "checkbox", change: (event) => changed(facts.chats && !(event.target as HTMLInputElement).checked) });
+}
+
+/** The switch with its words. */
+export function bareField(input: HTMLInputElement): HTMLElement {
+  return h("div.field.check", {}, input, h("label", { for: input.id }, "The bare prompt, without the model's chat template"));
 }
 
 function slider(id: string, min: number, max: number, step: number, value: number): HTMLInputElement {

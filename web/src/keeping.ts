@@ -1,6 +1,6 @@
 /** Keeps a run: in the address, for this tab, in a file, and as commands. */
 
-import type { Asked } from "./api";
+import { type Asked, requestOf } from "./api";
 import { h } from "./dom";
 import { Session } from "./session";
 
@@ -48,26 +48,27 @@ export function download(session: Session): void {
 
 /** The request as a command line. */
 export function curl(asked: Asked): string {
-  const body = JSON.stringify(asked, null, 2).replaceAll("'", "'\\''");
-  return `curl ${location.origin}/v1/completions \\\n  -H 'Content-Type: application/json' \\\n  -d '${body}'`;
+  const { path, body: given } = requestOf(asked);
+  const body = JSON.stringify(given, null, 2).replaceAll("'", "'\\''");
+  return `curl ${location.origin}${path} \\\n  -H 'Content-Type: application/json' \\\n  -d '${body}'`;
 }
 
 /** The request with OpenAI's package for Python. */
 export function python(asked: Asked, model: string): string {
-  const { prompt, max_tokens, temperature, seed, speculation } = asked;
+  const { prompt, chat, max_tokens, temperature, seed, speculation } = asked;
   const lines = [
     "from openai import OpenAI",
     "",
     `client = OpenAI(base_url=${literal(`${location.origin}/v1`)}, api_key="none")`,
-    "answer = client.completions.create(",
+    `answer = client.${chat ? "chat." : ""}completions.create(`,
     `    model=${literal(model)},`,
-    `    prompt=${literal(prompt)},`,
+    chat ? `    messages=${literal([{ role: "user", content: prompt }])},` : `    prompt=${literal(prompt)},`,
     `    max_tokens=${max_tokens},`,
     `    temperature=${temperature},`,
     ...(seed === undefined ? [] : [`    seed=${seed},`]),
     `    extra_body=${literal({ speculation })},`,
     ")",
-    "print(answer.choices[0].text)",
+    `print(answer.choices[0].${chat ? "message.content" : "text"})`,
   ];
   return lines.join("\n");
 }

@@ -9,11 +9,18 @@ import recorded from "./recorded.json";
 import { Run } from "./run";
 import { Status } from "./status";
 
-export const PROMPT = "class Reader:\n    def __init__(self, path):\n";
+/** What is written in most experiments: what a beginning goes on with, and what a message asks for. */
+const PROMPT = "class Reader:\n    def __init__(self, path):\n";
+const MESSAGE = "Write a class in Python that reads a file line by line, with a comment for each step.";
 
 /** What an experiment may use. */
 export class Lab {
-  constructor(readonly facts: Facts) {}
+  /** Whether prompts go through the model's chat template. */
+  chat: boolean;
+
+  constructor(readonly facts: Facts) {
+    this.chat = facts.chats;
+  }
 
   /** Who drafts: a method that draws its guesses, where there is one. */
   get method(): MethodFacts {
@@ -33,7 +40,8 @@ export class Lab {
 
   /** Several texts at a time. */
   async runs(given: Partial<Asked> & Pick<Asked, "speculation">): Promise<Run[]> {
-    const asked = { prompt: PROMPT, max_tokens: 40, temperature: 1, ignore_eos: true, ...given };
+    const chat = given.chat ?? this.chat;
+    const asked = { prompt: chat ? MESSAGE : PROMPT, max_tokens: 40, temperature: 1, ignore_eos: true, ...given, chat };
     const found: Written[] = await writeAll(asked);
     return found.map((each) => new Run(each, asked.temperature));
   }
@@ -56,9 +64,14 @@ export class Lab {
   }
 
   /** Let the model read a prompt, so that what is timed next finds it in the prefix cache. */
-  async warmUp(speculation: Asked["speculation"], prompt = PROMPT): Promise<void> {
-    await this.run({ prompt, speculation, max_tokens: 2 });
+  async warmUp(speculation: Asked["speculation"]): Promise<void> {
+    await this.run({ speculation, max_tokens: 2 });
   }
+}
+
+/** @throws Error Nobody guessed in any of these texts, so nothing can be said of guesses. */
+export function mustGuess(runs: Run[]): void {
+  if (runs.every((run) => run.whyNobody)) throw new Error(`Nobody guessed in these texts: ${runs[0].whyNobody}. Measure again.`);
 }
 
 /** Something that is measured on a server, or was on the machine of the record. */

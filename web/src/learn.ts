@@ -2,6 +2,7 @@
  * server, and what was recorded stands in place of measurements. */
 
 import { facts } from "./api";
+import { bareField, bareSwitch } from "./controls";
 import { byId, fill, h } from "./dom";
 import { bytes } from "./format";
 import { Lab } from "./lab";
@@ -95,7 +96,9 @@ async function begin(): Promise<void> {
     if (!found.methods.length) throw new Error("This server drafts nothing. Start it with a draft model or a method, and load this page again.");
     begun = true;
     fill(byId("model"), `${found.model}, ${found.dtype}${found.weight_bytes ? `, ${bytes(found.weight_bytes)} of weights` : ""}`);
-    open(new Lab(found));
+    const lab = new Lab(found);
+    if (found.chats) byId("status").after(bareField(bareSwitch(found, (chat) => (lab.chat = chat))));
+    open(lab);
   } catch (error) {
     status.fail(error);
   }

@@ -13,11 +13,12 @@ import { opener } from "./share";
 import { Status } from "./status";
 import { headline } from "./verdict";
 
-const EXAMPLES: [string, string][] = [
-  ["a class", "class Reader:\n    def __init__(self, path):\n"],
-  ["a function", "def parse(line):\n    "],
-  ["a test", "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def test_"],
-  ["a repetition", "names = ['alpha', 'beta', 'gamma']\nnames = ['alpha', 'beta', 'gamma']\nnames = ["],
+/** Names of examples, each with a beginning to go on with and with a message to answer. */
+const EXAMPLES: [string, string, string][] = [
+  ["a class", "class Reader:\n    def __init__(self, path):\n", "Write a class in Python that reads a file line by line."],
+  ["a function", "def parse(line):\n    ", "Write a function in Python that parses a line like `name = value`."],
+  ["a test", "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def test_", "Write unit tests in Python for a function `parse(line)` that splits `name = value`."],
+  ["a repetition", "names = ['alpha', 'beta', 'gamma']\nnames = ['alpha', 'beta', 'gamma']\nnames = [", "Repeat this program, and add one name:\n\nnames = ['alpha', 'beta', 'gamma']\nfor name in names:\n    print(name, len(name))"],
 ];
 
 const status = new Status(() => void begin());
@@ -27,6 +28,7 @@ const stop = byId<HTMLButtonElement>("stop");
 const results = new Results();
 let known: Facts | null = null;
 let controls: Controls | null = null;
+let chats = false;
 
 async function begin(): Promise<void> {
   try {
@@ -45,12 +47,20 @@ function introduce(found: Facts): void {
   if (!found.methods.length) {
     return status.fail("This server drafts nothing. Start it with a draft model or a method, and load this page again.");
   }
-  controls = new Controls(found);
+  controls = new Controls(found, address);
   fill(byId("settings"), controls.element);
   const before = fromAddress();
   if (before.size) controls.settings = before;
   const last = kept();
   if (last) open(last);
+}
+
+/** Take the prompt as a message or as a beginning; an example that stands there becomes its like. */
+function address(chat: boolean): void {
+  const standing = EXAMPLES.find((example) => example[chats ? 2 : 1] === prompt.value);
+  chats = chat;
+  if (standing) prompt.value = standing[chat ? 2 : 1];
+  fill(byId("prompt-label"), chat ? "A message, for the model to answer" : "A beginning, for the model to go on with");
 }
 
 /** Show a run that was kept, with its prompt. */
@@ -88,8 +98,8 @@ async function run(): Promise<void> {
 
 /** Write both texts before the reader's eyes, then in turns until it is known which is faster. */
 async function compare(found: Facts, chosen: Controls, signal: AbortSignal): Promise<void> {
-  const { maxTokens, temperature, speculation, sameDice } = chosen.choice;
-  const asked: Asked = { prompt: prompt.value, max_tokens: maxTokens, temperature, speculation };
+  const { maxTokens, temperature, speculation, sameDice, chat } = chosen.choice;
+  const asked: Asked = { prompt: prompt.value, ...(chat ? { chat } : {}), max_tokens: maxTokens, temperature, speculation };
   const turn = () => ({ ...asked, ...(sameDice ? { seed: Math.floor(Math.random() * 2 ** 31) } : {}) });
   toAddress(asked.prompt, chosen.settings);
   status.say("Reading the prompt.");
@@ -142,7 +152,7 @@ byId("status").append(status.element, status.problem);
 byId("status").after(opener(openFile, (error) => status.fail(error)));
 fill(
   byId("examples"),
-  ...EXAMPLES.map(([name, text]) => h("button.quiet", { type: "button", click: () => (prompt.value = text) }, name)),
+  ...EXAMPLES.map(([name, text, message]) => h("button.quiet", { type: "button", click: () => (prompt.value = chats ? message : text) }, name)),
 );
 prompt.value = fromAddress().get("prompt") ?? EXAMPLES[0][1];
 byId("composer").addEventListener("submit", (event) => {

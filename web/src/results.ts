@@ -80,14 +80,18 @@ export class Results {
   }
 }
 
+/** A name, what the number is, the number, and how it is written. */
+type Item = [string, string, number, string];
+
 function numbers({ plain, fast }: Session): HTMLElement {
   const found = fast.written.speculation;
-  const stood: [string, string, number, string] = fast.branches
+  const stood: Item = fast.branches
     ? ["places", "of the places that drafts reached got a guess that stood", fast.placesHit, percent(fast.placesHit)]
     : ["rate", "of all guesses stood", found.acceptance_rate, percent(found.acceptance_rate)];
-  const items: [string, string, number, string][] = [
-    ["tau", "tokens a draft brings (τ)", found.mean_acceptance_length, found.mean_acceptance_length.toFixed(2)],
-    stood,
+  const tau: Item = ["tau", "tokens a draft brings (τ)", found.mean_acceptance_length, found.mean_acceptance_length.toFixed(2)];
+  const nobody: Item = ["nobody", `Why: ${fast.whyNobody}`, 0, "Nobody guessed"];
+  const items: Item[] = [
+    ...(fast.whyNobody ? [nobody] : [tau, stood]),
     ["passes", "passes of the target", found.target_passes, `${found.target_passes} instead of ${plain.written.speculation.target_passes}`],
     ["first", "to the first token, plain and with speculation", fast.firstToken, `${duration(plain.firstToken)} and ${duration(fast.firstToken)}`],
   ];
@@ -101,6 +105,10 @@ function figures(session: Session): HTMLElement[] {
   const cost = fast.costBeside(plain.secondsPerRound);
   const chosen = choices(fast);
   const staged = stages(fast.written.speculation.stages ?? {});
+  if (fast.whyNobody) {
+    const none = h("p.fine", {}, `Nobody guessed in this text: ${fast.whyNobody}.`);
+    return [figure("Do the guesses stand?", none), figure("Where does the time go?", timeShares(plain, fast)), ...(chosen ? [figure("What did the engine choose, and why?", chosen)] : [])];
+  }
   const more = fast.branches ? "one more level of guesses" : "one more guess";
   const stands = fast.branches ? "At each place some guess stands" : "Each guess stands";
   return [

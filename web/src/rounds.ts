@@ -27,12 +27,12 @@ export class Rounds {
   /**
    * @param run Whose rounds.
    * @param moved Is told the number of the round that is shown.
-   * @param first The round to begin with; the first one has no draft.
+   * @param first The round to begin with; without one, the first in which something was guessed.
    */
   constructor(
     private readonly run: Run,
     private readonly moved: (round: number) => void = () => {},
-    first = Math.min(1, run.rounds.length - 1),
+    first = opening(run),
   ) {
     const input = (event: Event) => this.go(Number((event.target as HTMLInputElement).value) - 1, 0);
     this.slider = h("input", { type: "range", id: "round", min: 1, max: run.rounds.length, "aria-label": "Round", input });
@@ -89,6 +89,12 @@ export class Rounds {
     const found = distribution(row, guess === undefined ? null : round.token_ids[guess], { owed: stage === 3 });
     return h("section.decisive", {}, h("h3", {}, `What could have come ${name}`), found);
   }
+}
+
+/** The first round in which something was guessed; where there is none, the one behind the prompt's. */
+function opening({ rounds }: Run): number {
+  const drafted = rounds.findIndex((round) => round.token_ids.length);
+  return drafted >= 0 ? drafted : Math.min(1, rounds.length - 1);
 }
 
 /** What happens at a stage, in a sentence or two. */

@@ -3,6 +3,7 @@
 import type { Origin, Round, Written } from "./api";
 import { mean } from "./format";
 import { drafters } from "./members";
+import { inWords, named } from "./names";
 
 /** A token of the text: `node` is its number in the draft of its round, or null where the target wrote it. */
 export interface Token {
@@ -17,6 +18,9 @@ export interface Token {
 /** The parts of a step. Everything that is neither drafting, the pass nor checking is the rest. */
 export const PARTS = ["draft", "pass", "check", "rest"] as const;
 export type Part = (typeof PARTS)[number];
+
+/** Methods that look up what was there before. */
+const LOOKUPS = ["ngram", "suffix", "token_recycling", "prediction"];
 
 /** One text with figures. Times are in seconds, and those of the engine. */
 export class Run {
@@ -83,6 +87,18 @@ export class Run {
   /** Rounds in which anything was drafted. */
   get drafted(): Round[] {
     return this.later.filter((round) => round.token_ids.length);
+  }
+
+  /** Why nobody guessed, as the end of a sentence; empty where somebody did. */
+  get whyNobody(): string {
+    if (this.drafted.length) return "";
+    if (!this.later.length) return "the text ended with its first token, before which there is nothing to guess";
+    const reasons = this.later.map((round) => round.reason).filter(Boolean);
+    const often = (reason: string) => reasons.filter((each) => each === reason).length;
+    const most = reasons.toSorted((a, b) => often(b) - often(a))[0];
+    if (most) return inWords(most);
+    const { method } = this.written.speculation;
+    return LOOKUPS.includes(method) ? "what was written did not occur before, so there was nothing to look up" : `${named(method)} had no guess`;
   }
 
   /** Draft tokens of a round in which anything was drafted, on the longest path. */

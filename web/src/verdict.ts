@@ -47,7 +47,9 @@ function range(low: number, high: number): string {
 function sureness(session: Session, turn: number): string {
   const { middle, low, high, turns } = session.gain;
   if (turn) return `One turn says little. Turn ${turn} of at most ${MOST_TURNS} is being written, until the result is known.`;
-  const fell = session.fast.written.speculation.accepted_tokens ? "" : "No guess stood, so there was nothing to gain. ";
+  const { whyNobody, written } = session.fast;
+  const none = whyNobody ? `Nobody guessed: ${whyNobody}. ` : "No guess stood, so there was nothing to gain. ";
+  const fell = written.speculation.accepted_tokens ? "" : none;
   switch (session.outcome) {
     case "unknown":
       return `${fell}${turns === 1 ? "One turn" : `${turns} turns`} gave ${factor(middle)}×, which may be chance. It takes three to know.`;

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,22 +44,60 @@ def reader(console: Console, notes: Console) -> Reader:
         console: Where the prompt is shown.
         notes: Where hints are.
     """
-    if sys.stdin.isatty() and console.is_terminal:
+    typed = sys.stdin.isatty()
+    if typed and console.is_terminal and not console.is_dumb_terminal:
         with suppress(ImportError):
             return _editor(notes)
-    return lambda: _read_lines(lambda prompt: console.input(f"[bold]{prompt}[/bold]"), console)
+    pasted = partial(_pasted, sys.stdin.fileno()) if typed else str
+    return lambda: _read_lines(lambda prompt: console.input(f"[bold]{prompt}[/bold]"), pasted, console)
 
 
-def _read_lines(ask: Callable[[str], str], console: Console) -> Typed | None:
-    """A line, or several between quotes. An interrupt, or the end of the input, ends everything."""
+def _read_lines(ask: Callable[[str], str], pasted: Callable[[], str], console: Console) -> Typed | None:
+    """A line, several that were pasted, or several between quotes. An interrupt, or the end of the input, ends everything.
+
+    Args:
+        ask: Reads a line behind a prompt.
+        pasted: What came with the line that was read last, behind its end.
+        console: Where the answer goes.
+    """
+
+    def lines(prompt: str) -> str:
+        text = ask(prompt)
+        while more := pasted():
+            text += "\n" + (more[:-1] if more.endswith("\n") else more + ask(""))  # the last line waits for its end
+        return text
+
     try:
-        text = ask(_PROMPT)
+        text = lines(_PROMPT)
         while not _is_whole(text):
-            text += "\n" + ask(_MORE)
+            text += "\n" + lines(_MORE)
     except (EOFError, KeyboardInterrupt):
         console.print()
         return None
     return _unquoted(text)
+
+
+def _pasted(terminal: int) -> str:
+    """What a terminal holds behind a line that was read, as it does where lines are pasted; a terminal gives line by line.
+
+    Nobody types a key within a twentieth of a second behind a line. Systems without termios have their own ways to paste.
+    """
+    try:
+        import termios
+    except ImportError:
+        return ""
+    before = termios.tcgetattr(terminal)
+    at_once = termios.tcgetattr(terminal)
+    at_once[3] &= ~termios.ICANON  # else a last line without an end could not be seen
+    at_once[6][termios.VMIN], at_once[6][termios.VTIME] = 0, 0
+    found = b""
+    termios.tcsetattr(terminal, termios.TCSANOW, at_once)
+    try:
+        while select.select([terminal], [], [], 0.05)[0] and (part := os.read(terminal, 65536)):
+            found += part
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+    return found.decode(errors="replace")
 
 
 def _is_whole(text: str) -> bool:

@@ -18,7 +18,8 @@ from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
 from outrider.server.tool_forms import ToolForm, tool_form
-from outrider.server.tools import ToolUse, calls_grammar, special_marks
+from outrider.server.tool_grammars import calls_grammar
+from outrider.server.tools import ToolUse, special_marks
 
 #: Keywords of a schema that allow no property.
 _SAY_NOTHING = frozenset({"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"})
@@ -89,10 +90,11 @@ def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None
     if not wanted_tools(asked):
         return None
     tokenizer = _template_of(prompts)
-    form = parser or tool_form(template_of(tokenizer, tools=True))
+    template = template_of(tokenizer, tools=True)
+    form = parser or tool_form(template)
     schemas = {tool.function.name: tool.function.parameters or {} for tool in asked.tools or ()}
     most = 1 if asked.parallel_tool_calls is False else None
-    return ToolUse(form, schemas, special_marks(form, tokenizer), forces_calls(asked), most)
+    return ToolUse(form, schemas, special_marks(form, tokenizer), forces_calls(asked), most, template or "")
 
 
 def forces_calls(asked: ChatRequest) -> bool:
@@ -109,7 +111,8 @@ def forced_calls(asked: ChatRequest, tools: ToolUse | None) -> str | None:
     if tools is None or not tools.only_calls:
         return None
     several = asked.tool_choice == "required" and tools.max_calls is None
-    return calls_grammar(tools.form, {name: schema for name, (_, schema) in _choices(asked).items()}, several=several)
+    schemas = {name: schema for name, (_, schema) in _choices(asked).items()}
+    return calls_grammar(tools.form, schemas, several=several, special=tools.shown, template=tools.template)
 
 
 def blamed_tool(asked: ChatRequest, error: InputError, compile_structure: Compile) -> InputError:

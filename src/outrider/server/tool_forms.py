@@ -225,7 +225,7 @@ def _tagged(tags: Tags, read: Reader, schemas: Schemas) -> Steps[None]:
             key, behind_key = yield from read.until(tags.behind_key, most=MOST)
             value, _ = yield from read.until(tags.behind_value)
             value = value.removeprefix("\n").removesuffix("\n") if tags.lines else value
-            kinds = _kinds(properties.get(key))
+            kinds = kinds_of(properties.get(key))
             if behind_key.re.groups:  # the call itself says whether it is a text
                 kinds = {"string"} if behind_key[1] == "true" else set()
             arguments[key] = _typed(value, kinds)
@@ -239,7 +239,7 @@ def _tagged(tags: Tags, read: Reader, schemas: Schemas) -> Steps[None]:
         read.at -= len(tags.before_name)
 
 
-def _kinds(schema: Any) -> set[str]:
+def kinds_of(schema: Any) -> set[str]:
     """The types that a schema allows a value, as far as it says; empty where it does not."""
     if not isinstance(schema, dict):
         return set()
@@ -248,12 +248,17 @@ def _kinds(schema: Any) -> set[str]:
         return {kind} if isinstance(kind, str) else set(kind)
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     parts = [part for name in ("anyOf", "oneOf", "allOf") for part in schema.get(name, ())]
-    return {_kind(value) for value in values}.union(*map(_kinds, parts))
+    return {_kind(value) for value in values}.union(*map(kinds_of, parts))
 
 
 def _kind(value: Any) -> str:
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     return names.get(type(value), "null")
+
+
+def plain_text(value: Any) -> str:
+    """A value as such calls write it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _typed(value: str, kinds: set[str]) -> Any:

@@ -1,58 +1,15 @@
-"""Tool calls: they are constrained, and heard while they are written."""
+"""Hears calls of tools while they are written."""
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.errors import UnsupportedParameterError
 from outrider.server.tool_forms import FORMS, Schemas, ToolForm
 from outrider.server.tool_reader import NoCallError, Reader, Steps
-from outrider.structured.structures import followed
-
-# --- Constrains calls of tools.
-
-
-#: Calls that a text may have where some are required. A text would otherwise go on with calls until its length is reached.
-MAX_CALLS = 16
-#: What stands before the name of a function, between name and arguments, behind them, and between two calls.
-_FRAMES: dict[ToolForm, tuple[str, str, str, str]] = {
-    "hermes": ('<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", "\n"),
-    "llama": ('{"name": ', ', "parameters": ', "}", "; "),
-}
-#: White space as json.dumps writes it, and as models were shown it; otherwise a model may write spaces for ever.
-_SPACES = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-
-
-def calls_grammar(form: ToolForm, schemas: Mapping[str, dict[str, Any]], *, several: bool) -> str:
-    """A grammar, in Lark, of a text that is nothing but calls, with arguments of the right shape.
-
-    Args:
-        form: How the model writes calls.
-        schemas: What the arguments of each function look like.
-        several: Whether there may be more than one call, and up to MAX_CALLS.
-
-    Raises:
-        UnsupportedParameterError: There is no grammar for this form yet.
-    """
-    if form not in _FRAMES:
-        problem = "calls can be required of models that write Hermes', Qwen's or Llama's JSON form"
-        raise UnsupportedParameterError("tool_choice", form, problem, 'Use "auto", which hears calls in this form, too.')
-    before, between, after, separator = _FRAMES[form]
-    rules = [f"start: call ({json.dumps(separator)} call){{0,{MAX_CALLS - 1}}}" if several else "start: call"]
-    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(schemas))))
-    for number, (name, schema) in enumerate(schemas.items()):
-        head = json.dumps(before + json.dumps(name) + between)
-        rules.append(f"call_{number}: {head} arguments_{number} {json.dumps(after)}")
-        rules.append(f"arguments_{number}: %json {json.dumps({**followed(schema), **_SPACES})}")
-    return "\n".join(rules)
-
-
-# --- Hears calls of tools in a growing text.
 
 
 @dataclass(frozen=True)
@@ -74,6 +31,7 @@ class ToolUse:
 
     Attributes:
         shown: The same by token id.
+        template: The chat template, which tells the variants of a form apart.
     """
 
     form: ToolForm
@@ -81,6 +39,7 @@ class ToolUse:
     shown: Mapping[int, str]
     only_calls: bool
     max_calls: int | None
+    template: str = ""
 
     def listener(self, *, in_parts: bool) -> ToolListener:
         """One for a text that has yet to begin."""

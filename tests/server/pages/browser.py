@@ -53,7 +53,7 @@ class Watch:
         page.on("response", self._note)
 
     def _note(self, response: Any) -> None:
-        if response.url.endswith("/v1/completions"):
+        if response.url.endswith(("/v1/completions", "/v1/chat/completions")):
             self._responses.append(response)
 
     def answers(self) -> list[dict[str, Any]]:
@@ -79,14 +79,19 @@ def _answer(response: Any) -> dict[str, Any] | None:
     if "data: [DONE]" not in lines:
         return None
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if "trace" in choice]  # a chat opens without
     last = [choice for choice in choices if choice["finish_reason"]]
     return {
         "asked": json.loads(response.request.post_data),
-        "text": "".join(choice["text"] for choice in choices if choice["index"] == 0),
+        "text": "".join(_text(choice) for choice in choices if choice["index"] == 0),
         "trace": next(choice["trace"] for choice in last if choice["index"] == 0),
         "traces": [choice["trace"] for choice in last],
         "speculation": next(chunk["speculation"] for chunk in chunks if "speculation" in chunk),
         "token_ids": [token for choice in choices if choice["index"] == 0 for token in choice["trace"]["token_ids"]],
         "origins": [origin for choice in choices if choice["index"] == 0 for origin in choice["trace"]["origins"]],
     }
+
+
+def _text(choice: dict[str, Any]) -> str:
+    found: str = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+    return found

@@ -75,11 +75,13 @@ class openai_client:
     """What the shown program uses of OpenAI's package: it posts its arguments."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
-        self.completions, self._url = self, base_url
+        self.completions = self.chat = self
+        self._url = base_url
 
     def create(self, extra_body: dict[str, Any], **body: Any) -> Any:
-        answer = CLIENT.post(f"{self._url}/completions", json={**body, **extra_body}).json()
-        return SimpleNamespace(choices=[SimpleNamespace(text=each["text"]) for each in answer["choices"]])
+        path = "chat/completions" if "messages" in body else "completions"
+        answer = CLIENT.post(f"{self._url}/{path}", json={**body, **extra_body}).text
+        return json.loads(answer, object_hook=lambda found: SimpleNamespace(**found))
 
 
 def test_a_page_is_light_and_loads_nothing_from_elsewhere(page: Any, server: Server) -> None:

@@ -265,10 +265,44 @@ def test_the_result_is_what_the_turns_allow(
 
 
 def test_no_gain_is_told_where_no_pass_was_saved(page: Any, run: dict[str, Any]) -> None:
-    same = {**run, "fast": {**run["plain"], "speculation": {**run["plain"]["speculation"], "accepted_tokens": 0}}}
+    told = {**run["plain"]["speculation"], "accepted_tokens": 0}
+    fell = [{**each, "accepted": []} for each in run["fast"]["rounds"]]
+    rounds = (fell * len(run["plain"]["rounds"]))[: len(run["plain"]["rounds"])]
+    same = {**run, "fast": {**run["plain"], "rounds": rounds, "speculation": told}}
     show(page, {**same, "speeds": speeds(1.17, 1.17, 1.18)})
     assert page.inner_text("#verdict .big") == "No difference seen"
     assert "No guess stood" in page.inner_text("#verdict")
+
+
+@pytest.mark.parametrize(
+    ("method", "reason", "why"),
+    [
+        ("ngram", "", "what was written did not occur before"),
+        ("draft_model", "", "a small model had no guess"),
+        ("auto", "plain, since no draft is expected to pay", "plain, since no draft is expected to pay"),
+    ],
+)
+def test_where_nobody_guessed_no_share_of_guesses_is_told(
+    page: Any, run: dict[str, Any], method: str, reason: str, why: str
+) -> None:
+    told = {**run["plain"]["speculation"], "method": method, "accepted_tokens": 0, "drafted_per_position": []}
+    rounds = [{**each, "reason": reason} for each in run["plain"]["rounds"]]
+    show(page, {**run, "fast": {**run["plain"], "rounds": rounds, "speculation": told}})
+    assert page.inner_text("[data-name=nobody]") == "Nobody guessed"
+    assert page.locator("[data-name=rate], [data-name=tau]").count() == 0
+    for place in ("#verdict .verdict-why", ".numbers", "#figures"):
+        assert why in page.inner_text(place)
+    assert "0%" not in page.inner_text("#verdict") + page.inner_text("#figures")
+
+
+def test_a_run_opens_on_a_round_in_which_something_was_guessed(page: Any, run: dict[str, Any]) -> None:
+    silent = [{**each, "token_ids": []} for each in run["fast"]["rounds"][:3]]
+    texts = {"token_ids": [], "accepted": [], "parents": [], "texts": [], "coins": [], "draws": [], "drafted_by": []}
+    rounds = [{**each, **texts} for each in silent] + run["fast"]["rounds"][3:]
+    first = next(place for place, each in enumerate(rounds) if each["token_ids"])
+    assert first > 1
+    show(page, {**run, "fast": {**run["fast"], "rounds": rounds}})
+    assert page.inner_text(".round-title") == f"Round {first + 1} of {len(rounds)}"
 
 
 def test_a_guess_costs_what_rounds_with_guesses_took(page: Any, server: Server) -> None:

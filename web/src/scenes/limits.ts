@@ -3,7 +3,7 @@
 import { fill, h } from "../dom";
 import { count, duration, factor, mean, percent } from "../format";
 import type { Gain } from "../interval";
-import { type Lab, bars, experiment, figure, finding, told } from "../lab";
+import { type Lab, bars, experiment, figure, finding, mustGuess, told } from "../lab";
 import { FACTOR, Prediction, SHARE } from "../predict";
 import { speedupUnder } from "../speedup";
 
@@ -104,8 +104,12 @@ function hard(lab: Lab | null): HTMLElement {
       say("A text in code, and one of letters at random…");
       const given = { speculation: lab.drafting(5), temperature: 0.5, max_tokens: 48, n: Math.min(3, lab.facts.max_texts) };
       const letters = Array.from({ length: 80 }, () => "abcdefghijklmnopqrstuvwxyz "[Math.floor(Math.random() * 27)]).join("");
-      const chance = async (more: { prompt?: string }) => mean((await lab.runs({ ...given, ...more })).map((run) => run.chance));
-      return { easy: await chance({}), noise: await chance({ prompt: letters }) };
+      const chance = async (more: { prompt?: string; chat?: boolean }) => {
+        const runs = await lab.runs({ ...given, ...more });
+        mustGuess(runs);
+        return mean(runs.filter((run) => run.drafted.length).map((run) => run.chance));
+      };
+      return { easy: await chance({}), noise: await chance({ prompt: letters, chat: false }) }; // in a chat, the model would write of something else
     },
     show: ({ easy, noise }) => {
       const lesson = noise < easy ? "Where nobody can know what comes, guesses are paid for and thrown away." : "This time it was no lower; texts differ, so measure again.";

@@ -3,7 +3,7 @@
 import type { Written } from "../api";
 import { h } from "../dom";
 import { mean, percent } from "../format";
-import { type Lab, bars, experiment, finding } from "../lab";
+import { type Lab, bars, experiment, finding, mustGuess } from "../lab";
 import { proposers } from "../members";
 import { listedInWords, named } from "../names";
 import { Prediction, SHARE } from "../predict";
@@ -24,7 +24,10 @@ export function members(lab: Lab | null): HTMLElement {
     predicted: (text) => share(text.rounds.slice(1).flatMap((round) => round.token_ids.map((_, node) => round.accepted.includes(node)))),
     measure: async (lab, say) => {
       say("Writing 40 tokens…");
-      return (await lab.run({ prompt: PROMPT, speculation: { method: "merge" } })).written;
+      const prompt = lab.chat ? `Repeat this program, and go on with it:\n\n${PROMPT}` : PROMPT;
+      const run = await lab.run({ prompt, speculation: { method: "merge" } });
+      mustGuess([run]);
+      return run.written;
     },
     show: (text) => shown(new Run(text, 1)),
     before: (text) => [stepper(new Run(text, 1))],

@@ -2,7 +2,7 @@
 
 import { fill, h, s } from "../dom";
 import { bytes, count, duration, factor, median } from "../format";
-import { type Lab, experiment, figure, finding } from "../lab";
+import { type Lab, experiment, figure, finding, mustGuess } from "../lab";
 import { FACTOR, Prediction } from "../predict";
 import type { Run } from "../run";
 
@@ -32,6 +32,7 @@ export function memory(lab: Lab | null): HTMLElement {
         say(`With ${count(length, "guess")} in each pass…`);
         runs.push(await lab.run({ speculation: lab.drafting(length) }));
       }
+      mustGuess(runs.slice(1));
       return { passes: passesOf(runs), size: lab.facts.weight_bytes };
     },
     show: shown,

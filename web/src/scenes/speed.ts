@@ -3,7 +3,7 @@
 import { type Measured, curve } from "../charts";
 import { fill, h } from "../dom";
 import { count, factor, mean, median, percent, roughly } from "../format";
-import { type Compared, type Lab, experiment, figure, finding, told } from "../lab";
+import { type Compared, type Lab, experiment, figure, finding, mustGuess, told } from "../lab";
 import type { Gain } from "../interval";
 import { FACTOR, Prediction } from "../predict";
 import { type Conditions, bestLength, speedupUnder } from "../speedup";
@@ -87,8 +87,8 @@ export function speed(lab: Lab | null): HTMLElement {
 
 /** What the runs tell of chance, cost and length. */
 function fit({ plain, fast, gain }: Compared): Fitted {
+  mustGuess(fast);
   const drafted = fast.filter((run) => run.drafted.length);
-  if (!drafted.length) throw new Error("Nothing was guessed in these texts. Measure again.");
   const step = median(plain.map((run) => run.secondsPerRound));
   const length = mean(drafted.map((run) => run.draftLength));
   return { gain, chance: mean(drafted.map((run) => run.chance)), cost: mean(drafted.map((run) => run.costBeside(step))), length };

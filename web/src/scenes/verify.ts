@@ -2,7 +2,7 @@
 
 import type { Written } from "../api";
 import { factor } from "../format";
-import { type Lab, experiment, figure, finding } from "../lab";
+import { type Lab, experiment, figure, finding, mustGuess } from "../lab";
 import { Prediction, TOKENS } from "../predict";
 import { Rounds } from "../rounds";
 import { Run } from "../run";
@@ -16,7 +16,9 @@ export function verify(lab: Lab | null): HTMLElement {
     predicted: (text) => text.tokenIds.length / text.rounds.length,
     measure: async (lab, say) => {
       say("Writing 40 tokens…");
-      return (await lab.run({ speculation: lab.drafting(5) })).written;
+      const run = await lab.run({ speculation: lab.drafting(5) });
+      mustGuess([run]);
+      return run.written;
     },
     show: shown,
     before: (text) => [new Rounds(new Run(text, 1)).element],

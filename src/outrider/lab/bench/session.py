@@ -238,9 +238,9 @@ class Session:
 
         self._progress.expect(cell.load, len(contestants) * (1 + len(rounds)))
         short = [task.shortened(_WARM_UP_TOKENS) for task in rounds[0]]
-        warm = interleave([short], contestants, advance, dropped)
+        warm = interleave([short], contestants, advance, dropped, on_again=self._progress.change)
         ready = [contestant for contestant in contestants if contestant.name in warm]
-        runs = interleave(rounds, ready, advance, dropped)
+        runs = interleave(rounds, ready, advance, dropped, on_again=self._progress.change)
         for _ in range(AGAIN):
             if not reads_too_fast(runs, cell.batch, model, results.bandwidth):
                 break

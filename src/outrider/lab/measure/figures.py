@@ -98,7 +98,9 @@ class Progress:
     Attributes:
         expect: Called with the name of what comes next and its number of turns.
         advance: Called after each turn.
+        change: Called with how many turns there are more than was expected, or fewer.
     """
 
     expect: Callable[[str, int], None] = lambda what, turns: None
     advance: Callable[[], None] = lambda: None
+    change: Callable[[int], None] = lambda turns: None

@@ -293,6 +293,7 @@ def interleave(
     on_turn: Callable[[Contestant], None] = lambda _: None,
     on_dropout: Callable[[Contestant, OtherEngineError], None] = lambda *_: None,
     who_goes_on: Callable[[Mapping[str, list[Run]]], Collection[str]] | None = None,
+    on_again: Callable[[int], None] = lambda _: None,
 ) -> dict[str, list[Run]]:
     """The runs of each contestant, by its name.
 
@@ -307,6 +308,7 @@ def interleave(
         on_dropout: Called when a peer fails. It gets no further turns, and those that it had do not count.
         who_goes_on: Called after every round, and names the contestants of the next one; None for all. The others keep
             their runs, and where it names nobody there is no next round.
+        on_again: Called with the number of its turns before a round is measured again.
     """
     writing = {contestant.name for contestant in contestants}
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
@@ -331,6 +333,7 @@ def interleave(
         for _ in range(AGAIN):
             if _is_possible(found, contestants):
                 break
+            on_again(len(writing & runs.keys()))
             found = once(tasks)
         for name, run in found.items():
             if name in runs:

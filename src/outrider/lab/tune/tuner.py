@@ -78,6 +78,8 @@ class Tuner:
         self._remarks: list[str] = []
         self._doubts: list[str] = []
         self._rounds = traffic.rounds(plan.concurrency, plan.num_texts)
+        self._progress.expect("loading drafters", len(ways))
+        self._refused: dict[tuple[object, ...], OutriderError] = {}
         self._ways = [way for way in ways if self._usable(way)]
 
     def run(self) -> TuningResults:
@@ -118,11 +120,19 @@ class Tuner:
 
     def _usable(self, way: DecodingConfig) -> bool:
         """Whether its proposer can be had. One that cannot is left out, and a remark says why."""
+        method = way.config.method
+        drafter = (type(method), getattr(method, "model", None))
         try:
+            if drafter in self._refused:  # to load it again would take as long, for the same answer
+                raise self._refused[drafter]
             self._proposer(way.config)
         except OutriderError as error:
+            if drafter[1] is not None:
+                self._refused[drafter] = error
             self._remarks.append(f"{way.name} was left out: {error}")
             return False
+        finally:
+            self._progress.advance()
         return True
 
     def _proposer(self, config: SpeculationConfig) -> Proposer | None:
@@ -140,7 +150,7 @@ class Tuner:
         contestants = [ours(self._llm, way, self._plan.temperature) for way in ways]
         self._progress.expect("warming up", len(ways))
         short = [[text.shortened(_WARM_UP_TOKENS) for text in rounds[0]]]
-        interleave(short, contestants, lambda _: self._progress.advance())
+        interleave(short, contestants, lambda _: self._progress.advance(), on_again=self._progress.change)
         self._progress.expect("replaying", len(ways) * len(rounds))
         begun, plain = perf_counter(), ways[0].name
 
@@ -152,9 +162,14 @@ class Tuner:
                 self._say(f"the first of {len(rounds)} rounds is over: the others take {_clock(left)} at most")
             if len(found) == 1 and num_rounds < len(rounds):
                 self._say(f"{found[0]} is clearly the best after {num_rounds} of {len(rounds)} rounds")
-            return [] if len(found) == 1 else [plain, *found]
+            going = [] if len(found) == 1 else [plain, *(name for name in found if name != plain)]
+            before = sum(len(own) == num_rounds for own in runs.values())  # those who stopped earlier have fewer
+            self._progress.change((len(going) - before) * (len(rounds) - num_rounds))
+            return going
 
-        runs = interleave(rounds, contestants, lambda _: self._progress.advance(), who_goes_on=go_on)
+        runs = interleave(
+            rounds, contestants, lambda _: self._progress.advance(), who_goes_on=go_on, on_again=self._progress.change
+        )
         few = [name for name, own in runs.items() if len(own) < len(rounds)]
         if few:
             self._remarks.append(

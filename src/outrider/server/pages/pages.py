@@ -32,6 +32,7 @@ def facts(service: Service) -> dict[str, Any]:
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "weight_bytes": runner.backend.weight_bytes(loaded.model) or weight_bytes(loaded.model),
         "max_texts": min(service.settings.max_n, service.facts.max_num_seqs),
+        "chats": getattr(service.engine.llm.prompts.tokenizer, "chat_template", None) is not None,
         "methods": [_method(config, invariant=runner.invariant) for config in drafting],
     }
 
