@@ -119,7 +119,10 @@ def red(mutant: Mutant, tests: list[str]) -> tuple[str, float]:
         if mutant.path.startswith(NATIVE):
             build_script().compile_kernels(source / "outrider" / NATIVE, ("generic",))
             kernels = {"OUTRIDER_KERNELS": "generic"}
-            there = set(_tested(["--collect-only"], BUDGET, {"PYTHONPATH": str(source), **kernels}).stdout.splitlines())
+            listed = _tested(["--collect-only"], BUDGET, {"PYTHONPATH": str(source), **kernels})
+            if listed.returncode != pytest.ExitCode.OK:
+                return listed.stderr.strip()[-300:] or "?", time.monotonic() - began
+            there = set(listed.stdout.splitlines())
             left = [test for test in tests if test in there]  # with one instruction set there are no tests of the others
         with suppress(subprocess.TimeoutExpired):
             while left and (seconds := BUDGET - (time.monotonic() - began)) > 0:
@@ -141,11 +144,11 @@ def _tested(tests: Sequence[str], timeout: float, environment: dict[str, str]) -
 
     Raises:
         TimeoutExpired: It does not end.
-        RuntimeError: pytest does not find one of them, and has run none: the map is old.
+        RuntimeError: pytest does not find one of them, and so has run none: the map is old.
     """
     one_thread = {"OMP_NUM_THREADS": "1", **environment}
     done = warm_python().run("pytest", "-x", *_QUIETLY, *tests, folder=ROOT, timeout=timeout, **one_thread)
-    if done.returncode == pytest.ExitCode.USAGE_ERROR and "ERROR tests" not in done.stdout:
+    if "ERROR: not found: " in done.stderr:
         raise RuntimeError(done.stderr)
     return done
 
