@@ -24,6 +24,7 @@ from outrider.model.batch import Segment
 from outrider.model.factory import make_runner
 from outrider.model.families import FAMILIES
 from outrider.model.fused import FusedDecoder
+from outrider.model.layer_builder import norm_of
 from outrider.model.probe import probe_bits, reference
 from outrider.model.runner import ModelRunner
 from tests.model import checkpoints, encoders
@@ -67,6 +68,15 @@ def stock(path: str, text: list[int], dtype: torch.dtype = torch.float64) -> Any
 def test_every_family_is_tested() -> None:
     behind_encoders = {"t5", *(str(getattr(transformers, kind).model_type) for kind in encoders.DESCRIBED)}  # test_encoders
     assert {checkpoints.model_type(name) for name in NAMES} | behind_encoders == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_norms_have_their_offset_in_numbers_that_hold_it(name: str) -> None:
+    """In bfloat16, 1 + 0.001 is 1."""
+    norm = torch.nn.RMSNorm(2, dtype=torch.bfloat16)
+    torch.nn.init.constant_(norm.weight, 0.001)
+    weight = norm_of(norm, FAMILIES[name]).weight
+    assert torch.equal(weight, norm.weight.float() + (1.0 if name == "gemma2" else 0.0))
 
 
 #: Every family with the instruction set that is taken here, and those between them that use each kernel with all others.

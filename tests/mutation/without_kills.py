@@ -3,8 +3,9 @@
     python -m tests.mutation.without_kills map REACH.json            which core tests run which lines of the package
     python -m tests.mutation.without_kills run REACH.json OUT.jsonl  plants every bug, and runs core tests that come by it
 
-A bug counts as caught where a core test turns red. Of the tests that come by its lines, the quickest of each file run
-first, until one is red or BUDGET seconds are over. C has no lines here: for a bug in it, tests that use the kernels run.
+A bug counts as caught where a core test turns red. Of the tests that come by its lines, those run first before which
+the others of their file take least time, until one is red or BUDGET seconds are over. What does not end in time is not
+caught. C has no lines here: for a bug in it, tests that use the kernels run.
 `map` needs the package coverage. `run` goes on where it was ended.
 """
 
@@ -16,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,8 @@ from tests.warm import warm_python
 BUDGET, AT_ONCE = 240.0, 60
 #: How tests run here: one after another, and modules that were imported before pytest are no error.
 _QUIETLY = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "default::pytest.PytestAssertRewriteWarning")
+#: How a run of pytest ends in which nothing is red.
+GREEN = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 #: Modules whose lines stand for those of the compiled kernels.
 _KERNELS = ("kernels/",)
 
@@ -77,7 +81,7 @@ def map_tests(out: Path) -> int:
 
 
 def tests_by(mutant: Mutant, reach: dict[str, dict]) -> list[str]:
-    """Core tests that come by a bug: the quickest of every file, then the second quickest, and so on.
+    """Core tests that come by a bug, so that all files get their share of the time: their quickest tests first.
 
     Where none comes by its lines, as with lines that run at import or in a server, these are tests that come by its file,
     and else those of the files that are called after a part of its path.
@@ -94,41 +98,59 @@ def tests_by(mutant: Mutant, reach: dict[str, dict]) -> list[str]:
     parts = Path(mutant.path).with_suffix("").parts
     named = {f"test_{part}.py" for part in parts}
     found = found or {i for i, (name, _) in enumerate(reach["tests"]) if Path(name.partition("::")[0]).name in named}
-    ranks: dict[str, int] = defaultdict(int)
+    spent: dict[str, float] = defaultdict(float)
     order = []
     for number in sorted(found, key=lambda t: reach["tests"][t][1]):
         name, seconds = reach["tests"][number]
-        order.append((ranks[name.partition("::")[0]], seconds, name))
-        ranks[name.partition("::")[0]] += 1
-    return [name for _, _, name in sorted(order)]
+        spent[name.partition("::")[0]] += seconds
+        order.append((spent[name.partition("::")[0]], name))
+    return [name for _, name in sorted(order)]
 
 
 def red(mutant: Mutant, tests: list[str]) -> tuple[str, float]:
-    """The first test that is red with the bug in the package, or why there is none, and the seconds until then."""
-    began = time.monotonic()
+    """The first test that is red with the bug in the package and green without it, and the seconds until then.
+
+    Where there is none, its line is empty. Without its test, it is the last line of a process that broke down.
+    """
+    began, left = time.monotonic(), list(tests)
     with tempfile.TemporaryDirectory() as folder:
         source = plant(mutant, Path(folder))
-        kernels = "auto"
+        kernels = {}
         if mutant.path.startswith(NATIVE):
             build_script().compile_kernels(source / "outrider" / NATIVE, ("generic",))
-            kernels = "generic"
-        for first in range(0, len(tests), AT_ONCE):
-            left = BUDGET - (time.monotonic() - began)
-            if left <= 0:
-                return "", time.monotonic() - began
-            arguments = ["-x", *_QUIETLY, *tests[first : first + AT_ONCE]]
-            environment = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-            if kernels != "auto":
-                environment["OUTRIDER_KERNELS"] = kernels
-            try:
-                done = warm_python().run("pytest", *arguments, folder=ROOT, timeout=left + 60, **environment)
-            except subprocess.TimeoutExpired:
-                return "no end", time.monotonic() - began
-            if done.returncode:
+            kernels = {"OUTRIDER_KERNELS": "generic"}
+            listed = _tested(["--collect-only"], BUDGET, {"PYTHONPATH": str(source), **kernels})
+            if listed.returncode != pytest.ExitCode.OK:
+                return listed.stderr.strip()[-300:] or "?", time.monotonic() - began
+            there = set(listed.stdout.splitlines())
+            left = [test for test in tests if test in there]  # with one instruction set there are no tests of the others
+        with suppress(subprocess.TimeoutExpired):
+            while left and (seconds := BUDGET - (time.monotonic() - began)) > 0:
+                done = _tested(left[:AT_ONCE], seconds + 60, {"PYTHONPATH": str(source), **kernels})
+                if done.returncode in GREEN:
+                    left = left[AT_ONCE:]
+                    continue
                 lines = done.stdout.splitlines()
-                found = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-                return (found or lines[-1:] or ["?"])[0][:300], time.monotonic() - began
+                found = [line for line in lines if line.startswith(("FAILED tests", "ERROR tests"))]
+                test = found[0].partition(" ")[2].partition(" - ")[0] if found else ""
+                if test not in left or _tested([test], BUDGET, kernels).returncode in GREEN:
+                    return (found or lines[-1:] or ["?"])[0][:300], time.monotonic() - began
+                left.remove(test)
     return "", time.monotonic() - began
+
+
+def _tested(tests: Sequence[str], timeout: float, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A run of these tests.
+
+    Raises:
+        TimeoutExpired: It does not end.
+        RuntimeError: pytest does not find one of them, and so has run none: the map is old.
+    """
+    one_thread = {"OMP_NUM_THREADS": "1", **environment}
+    done = warm_python().run("pytest", "-x", *_QUIETLY, *tests, folder=ROOT, timeout=timeout, **one_thread)
+    if "ERROR: not found: " in done.stderr:
+        raise RuntimeError(done.stderr)
+    return done
 
 
 def run(reach_file: Path, out: Path) -> None:

@@ -43,17 +43,18 @@ class Server:
         self._listening = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        assert self._listening.wait(120), f"it does not listen: {self.lines}"
+        assert self._listening.wait(LIMIT), f"it does not listen after {LIMIT:.0f} seconds: {self.lines}"
         urls = [line["url"] for line in self.lines if line.get("event") == "listening"]
         assert urls, f"it has ended: {self.lines}"
         (self.url,) = urls
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(json.loads(line) if line.startswith("{") else {"event": line})
-            if self.lines[-1]["event"] == "listening":
-                self._listening.set()
+        with self.process.stderr as lines:  # also of a server that never listens: else a later test is told of it
+            for line in lines:
+                self.lines.append(json.loads(line) if line.startswith("{") else {"event": line})
+                if self.lines[-1]["event"] == "listening":
+                    self._listening.set()
         self._listening.set()
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
@@ -110,8 +111,6 @@ class Server:
     def read_to_the_end(self) -> None:
         """Read the rest of the log of a process that has ended."""
         self._reader.join(60)
-        assert self.process.stderr is not None
-        self.process.stderr.close()
 
 
 def _sum(text: str, name: str, *labels: str) -> float:

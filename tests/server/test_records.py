@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,14 @@ from outrider import files
 from outrider.cli.app import app
 from outrider.errors import ContradictionError, InvalidParameterError, StorageError
 from outrider.heads.checkpoint import Witness
+from outrider.params import CompletionOutput, SamplingParams
+from outrider.propose.settings import PLAIN
 from outrider.records import DataSettings, Record, TargetFacts, read_manifest, read_records, write_shard
-from outrider.server.recorder import NamespaceRecords, Origin, RecordFolder
+from outrider.results import RequestStats
+from outrider.server.metrics import ServerMetrics
+from outrider.server.recorder import NamespaceRecords, Origin, Recorder, RecordFolder
+from outrider.server.requests import Job, Prompt
+from outrider.server.schemas import CompletionRequest
 from tests.server.running import CLIENT, TEMPLATE, Server, running
 
 KEYS = "ann: first record_mib=1\nbob: second\nEve: third record_mib=1\n"
@@ -150,6 +158,22 @@ def test_without_a_key_that_allows_it_no_server_starts(tmp_path: Path) -> None:
         assert isinstance(found.exception, ContradictionError)
         assert said in str(found.exception)
     assert not (tmp_path / "traffic").exists()
+
+
+def test_a_text_that_was_cancelled_is_not_kept(tmp_path: Path) -> None:
+    """Another one of the same request is. Draft heads must not learn from half a text where texts end."""
+    asked = CompletionRequest(prompt=[1, 2], n=2)
+    job = Job(asked, (Prompt((1, 2)),), SamplingParams(n=2), PLAIN, "ann")
+    whole = CompletionOutput(0, "", (5,), (), "length", None, RequestStats())
+    half = replace(whole, index=1, token_ids=(6,), finish_reason="cancelled")
+
+    async def keep() -> None:
+        recorder = Recorder(RecordFolder(tmp_path), {"ann": 2**20}, ORIGIN, ServerMetrics("t"))
+        recorder.keep(job, {0: whole, 1: half})
+        await recorder.close()
+
+    asyncio.run(keep())
+    assert kept(tmp_path / "ann") == [[1, 2, 5]]
 
 
 def test_the_oldest_go_when_the_budget_is_spent(tmp_path: Path) -> None:

@@ -16,17 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.draft import EMPTY, Draft, Law, ScratchRows, depths_of
+from outrider.engine.drafting.choosing import member_drafts
 from outrider.engine.drafting.drafting import StepDraft, propose_all
 from outrider.engine.drafting.proposers import TreeBuilders
 from outrider.engine.scheduler import ScheduledSequence, Turn
 from outrider.engine.sequence import Drafter
 from outrider.engine.sequence import Sequence as EngineSequence
+from outrider.params import TokenOrigin
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.inspection import sound_prefix
 from outrider.propose.tree import CHAIN, StaticTree
 from outrider.propose.trees.adaptive import FixedPace
 from outrider.verify.noise import KeyedNoise
-from outrider.verify.verifier import rule_for
+from outrider.verify.verifier import Verdict, rule_for
 from tests.unit.builders import Planted, make_sequence, note_draws
 
 VOCAB = 4
@@ -639,6 +641,18 @@ def test_members_begin_where_their_turns_say_and_share_nodes() -> None:
     assert [part.root for part in step.parts] == [-1, -1, 1]
     assert [part.outcome([0, 2]) for part in step.parts] == [(2, 1), (2, 2), (0, 0)]
     assert [sorted(part.accepted([0, 2])) for part in step.parts] == [[0], [0, 1], []]
+
+
+def test_a_member_is_not_blamed_for_what_it_drafted_behind_the_end_of_a_text() -> None:
+    asked = scheduled(*(Stub(lambda requests, answer=answer: [answer]) for answer in (GOOD, sampled((1, 3)))))
+    asked.item.turns = (pooled(2), pooled(2))
+    (step,) = steps(asked)
+    verdict = Verdict((0,), 0, TokenOrigin.RECOVERED)
+    going_on = member_drafts(("lookup", "model"), asked.item, step, verdict, 1)
+    assert [draft.scores for draft in going_on] == [[1.0, 0.0]] * 2, "the target wrote another token than both"
+    asked.item.seq.finish("stop")
+    ended = member_drafts(("lookup", "model"), asked.item, step, verdict, 1)
+    assert [draft.scores for draft in ended] == [[1.0]] * 2, "the first token ended the text, and nothing else was compared"
 
 
 def test_rows_that_a_lookup_leaves_over_are_the_others() -> None:

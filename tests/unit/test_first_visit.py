@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import os
 import re
 import shutil
 import subprocess
@@ -105,9 +106,9 @@ def anchors(text: str) -> set[str]:
 def would_run(*words: str) -> str:
     if shutil.which("make") is None:
         pytest.skip("there is no make")
-    done = subprocess.run(
-        ["make", "--no-print-directory", "--dry-run", "--always-make", *words], cwd=ROOT, capture_output=True, text=True
-    )
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "VENV")}
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", *words]  # not as the make above these tests
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=own)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
