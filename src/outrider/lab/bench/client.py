@@ -74,7 +74,7 @@ class ClientSession:
         model = self._settings.model or self._first_model()
         ways = self._requested(model)
         results.note(
-            f"measured against {self._root}, with the texts as long as they come; every prompt was sent once before, so that "
+            f"measured against {self._root}, with texts as long as they come; every prompt was sent once before, so that "
             "a server that keeps prompts has them for all ways"
         )
         for cell in self._cells(model, tuple(ways)):
