@@ -29,7 +29,7 @@ def assert_drafts_as(
     opened: Callable[[], Callable[[tuple[int, ...], tuple[int, ...]], Tensor]],
     depths: int = 3,
 ) -> None:
-    """By hand: at each depth, how often the token rule accepts behind every row where the target writes.
+    """By hand: at each depth, how often the token rule accepts behind every row where the engine drafts.
 
     Args:
         trained: What learns.
@@ -47,7 +47,7 @@ def assert_drafts_as(
     sums, counts = torch.zeros(depths).double(), [0] * depths
     for text, length, prompt in zip(texts.tolist(), lengths, prompts, strict=True):
         law = (frozen.model(torch.tensor([text[:length]])).logits[0] / TEMPERATURE).softmax(-1)
-        for row in range(max(prompt - 1, 1), length):
+        for row in range(prompt, length):
             for depth in range(depths):
                 if row + depth + 1 < length:
                     drafted = logits(tuple(text[: row + 1]), tuple(text[row + 1 : row + 1 + depth]))

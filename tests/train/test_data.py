@@ -409,5 +409,5 @@ def test_long_texts_are_cut_and_padding_predicts_nothing(target: str, tmp_path: 
     batch = Batches(data.train, len(data.train), seed=0)[0]
     assert int(batch.predicts().sum()) == batch.num_tokens == sum(len(piece.token_ids) - 1 for piece in data.train)
     assert int(batch.predicts(3).sum()) == sum(max(0, len(piece.token_ids) - 3) for piece in data.train)
-    written = sum(len(p.token_ids) - max(p.num_prompt_tokens, 1) for p in data.train)
-    assert int(batch.writes().sum()) == written
+    drafted = sum(max(0, len(p.token_ids) - 1 - p.num_prompt_tokens) for p in data.train)
+    assert int(batch.drafts().sum()) == drafted

@@ -26,6 +26,8 @@ from outrider.lab.train.prompts import Source
 from outrider.lab.train.run import Job, train_heads
 from outrider.lab.train.settings import LOSSES, TrainSettings, divergence, overlap
 from outrider.lab.train.target import FrozenTarget
+from outrider.propose.base import ProposeRequest
+from outrider.propose.beside_target import FeatureTextProposer
 from outrider.records import DataSettings, read_manifest
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
@@ -243,3 +245,34 @@ def test_pieces_and_data_that_do_not_reach_are_refused(job: Job) -> None:
         train_heads(replace(job, settings=SETTINGS.replace(length=4)), HEAD)
     with pytest.raises(ContradictionError, match=r"layers \[1, 2, 3, 4\], and the data hold \[\]"):
         train_heads(replace(job, settings=SETTINGS.replace(teacher="hidden_states")), HEAD)
+
+
+@pytest.mark.core
+def test_what_is_measured_is_what_the_engine_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head learns from all rows that have a feature before them. The engine first asks it behind the first token that the
+    target wrote, and so do measurements."""
+    path = checkpoints.save("llama", tmp_path / "target", seed=3)
+    frozen, data = FrozenTarget(path, "float32"), save_data(tmp_path / "data", path)
+    trained: Any = Eagle1Settings(unroll=2).trainee(frozen, read_manifest(data), data, SETTINGS.replace(num_draft_tokens=2))
+    trained.save(tmp_path / "head")
+    wanted: list[list[Tensor]] = []
+    made = trained.module.forward
+    trained.module.forward = lambda *args: wanted.append(args[2]) or made(*args)
+    batch = Batch(torch.arange(9)[None], torch.tensor([9]), torch.tensor([4]))
+    for asked in (trained.loss, trained.overlaps):
+        asked(trained.module, batch)
+    learnt, measured = ([rows[0].nonzero()[:, 0].tolist() for rows in depths] for depths in wanted)
+    assert learnt == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6]]
+    assert measured == [[4, 5, 6, 7], [4, 5, 6]]
+
+    behind: list[int] = []
+    propose = FeatureTextProposer._growth
+
+    def seen(self: FeatureTextProposer, request: ProposeRequest, *args: int) -> Any:
+        behind.append(len(request.sequence.token_ids) - 1)
+        return propose(self, request, *args)
+
+    monkeypatch.setattr(FeatureTextProposer, "_growth", seen)
+    with LLM(path, dtype="float32", speculation={"method": "eagle1", "model": str(tmp_path / "head")}) as llm:
+        llm.generate([[0, 1, 2, 3]], SamplingParams(temperature=0, max_tokens=5))
+    assert min(behind) == measured[0][0]

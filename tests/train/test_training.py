@@ -372,7 +372,7 @@ def measured(job: Job, folder: Path) -> float:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     target, total, count = FrozenTarget(job.target, "float32"), 0.0, 0
     for batch in in_turn(load_data(job.data, length=512).held_out, 8):
-        rows = batch.writes()
+        rows = batch.drafts()
         with torch.no_grad():
             found = overlap(target.logits(batch.token_ids)[rows], model(batch.token_ids).logits[rows], 1.0)
         total, count = total + float(found.sum()), count + len(found)

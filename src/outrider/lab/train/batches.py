@@ -59,10 +59,13 @@ class Batch:
         places = torch.arange(self.token_ids.shape[1], device=self.lengths.device)
         return places[None] + ahead < self.lengths[:, None]
 
-    def writes(self, ahead: int = 1) -> Tensor:
-        """[num_texts, num_tokens] the same, and token i + 1 is none of the prompt: there a draft begins."""
+    def drafts(self, ahead: int = 1, first: int = 1) -> Tensor:
+        """[num_texts, num_tokens] the same, and the engine begins a draft there, whose first token is `first` behind row i.
+
+        The target itself writes the first token behind a prompt, and drafts begin behind that token.
+        """
         places = torch.arange(self.token_ids.shape[1], device=self.lengths.device)
-        return self.predicts(ahead) & (places[None] + 1 >= self.num_prompt_tokens[:, None])
+        return self.predicts(ahead) & (places[None] + first > self.num_prompt_tokens[:, None])
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +80,7 @@ class TrainingData:
     Attributes:
         manifest: Of the folder.
         train: To learn from.
-        held_out: To measure with: pieces in which the target has written something.
+        held_out: To measure with: pieces in which a draft can begin.
     """
 
     manifest: Manifest
@@ -100,14 +103,14 @@ def load_data(folder: Path, *, length: int, rows: Sequence[str] = ()) -> Trainin
     sides: dict[bool, list[Piece]] = {False: [], True: []}
     for record in read_records(folder, manifest, rows=rows):
         sides[record.held_out] += _cut(record, length, written=manifest.settings.max_tokens > 0)
-    sides[True] = [piece for piece in sides[True] if piece.num_prompt_tokens < len(piece.token_ids)]
+    sides[True] = [piece for piece in sides[True] if piece.num_prompt_tokens + 1 < len(piece.token_ids)]
     for held_out, pieces in sides.items():
         if len(pieces) < _LEAST_TEXTS:
             side = "to measure with" if held_out else "to train on"
             problem = f"{len(pieces)} of its {manifest.num_records} texts are left {side}, too few for a split"
             remedy = f"Add prompts, or change held_out, which is {manifest.settings.held_out}."
             if held_out:
-                remedy += f" Pieces of {length} tokens that are prompt alone do not count."
+                remedy += f" Pieces of {length} tokens with fewer than two behind the prompt do not count."
             raise InvalidParameterError("data", str(folder), problem, remedy)
     return TrainingData(manifest, sides[False], sides[True])
 

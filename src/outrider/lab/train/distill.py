@@ -91,7 +91,7 @@ class DistilledDraft(Trainee):
         return divergence(self._settings.loss, target, logits, tokens, self._temperature).mean()
 
     def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
-        rows = batch.writes()
+        rows = batch.drafts()
         logits = module(input_ids=batch.token_ids, use_cache=False).logits[rows]
         found = overlap(self._teacher.logits(batch, rows), logits, self._temperature)
         return Overlaps(found.sum()[None].double(), torch.tensor([len(found)]))

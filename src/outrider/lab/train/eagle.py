@@ -157,7 +157,7 @@ class TrainedFeatureHead(Trainee):
         return depth_loss(self._learning.loss, depths, said, self._learning.decay)
 
     def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
-        return depth_overlaps(*self._drafted(module, batch, batch.writes, self._measured, _even_rows))
+        return depth_overlaps(*self._drafted(module, batch, batch.drafts, self._measured, _even_rows))
 
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
         return chain_tau(acceptance[:num_draft_tokens])

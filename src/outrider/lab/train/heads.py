@@ -11,6 +11,7 @@ about to write, and has ahead = k + 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,7 +128,7 @@ class TrainedHeads(Trainee):
         return depth_loss(self._settings.loss, depths, said, self._settings.decay)
 
     def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
-        return depth_overlaps(*self._drafted(module, batch, batch.writes))
+        return depth_overlaps(*self._drafted(module, batch, partial(batch.drafts, first=self._ahead[0])))
 
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
         if self._settings.method == "exit":  # drafts one token after the other, as a draft model does
