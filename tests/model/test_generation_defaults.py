@@ -64,3 +64,17 @@ def test_a_value_that_cannot_be_served_is_left_out_with_a_warning(tmp_path: Path
 
 def test_the_embedded_pair_has_none() -> None:
     assert LLM(kv_cache_tokens=512).default_params == SamplingParams()
+
+
+def test_the_ends_of_a_model_end_texts_whatever_a_request_adds(tmp_path: Path) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    whole = LLM(default_model("draft"), kv_cache_tokens=512).generate(PROMPT, greedy)[0].token_ids
+    end = next(token for place, token in enumerate(whole) if place >= 3 and token not in whole[:place])
+    want = whole[: whole.index(end) + 1]
+    unused = next(token for token in range(2, 200) if token not in whole)
+    folder = with_defaults(tmp_path / "m", eos_token_id=[0, end], max_new_tokens=12, temperature=1e-9)
+    llm = LLM(folder, kv_cache_tokens=512)
+    for params in (None, greedy, greedy.replace(stop_token_ids=(unused,)), greedy.replace(stop=("never said",))):
+        output = llm.generate(PROMPT, params)[0]
+        assert (output.token_ids, output.finish_reason) == (want, "stop")
+    assert llm.generate(PROMPT, greedy.replace(ignore_eos=True))[0].token_ids == whole

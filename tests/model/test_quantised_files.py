@@ -382,3 +382,17 @@ def test_missing_weights_and_unknown_layers_are_named(folder: Path, tmp_path: Pa
     declare(Path(whole), quantization_config=GPTQ)
     with pytest.raises(ModelLoadError, match="weights are quantised, and none are"):
         read(Path(whole))
+
+
+def test_scales_of_keys_and_values_are_passed_over(tmp_path: Path) -> None:
+    """Keys and values are not rounded here, so the scales that a file has for them change nothing."""
+    pack, declared = quantised_files.compressed(4, GROUP, symmetric=True, dtype=torch.bfloat16)
+    declared["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    folder, values = quantised_files.write(tmp_path / "model", pack, declared, num_hidden_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("k_scale", "v_scale", "q_scale", "k_proj.output_scale", "k_proj.k_scale", "v_proj.v_scale"):
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.tensor([0.03])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = read(folder)
+    for name, want in values.items():
+        assert torch.equal(weight_of(model, name).double(), want.double())
