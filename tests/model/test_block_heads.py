@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -77,6 +78,28 @@ def test_logits_are_those_of_the_reference_over_the_whole_block(
     assert watch.worst <= BOUND
     assert watch.num_rows > 10
     assert watch.deepest == made.reference(name).block_size - 2
+
+
+@pytest.mark.parametrize("name", ["z-lab", "z-lab, windows"])
+def test_a_text_may_be_longer_than_the_positions_of_a_head(
+    made: Made, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotary factors have no end. A text may also fill the target's context, so that a block would reach beyond it."""
+    sizes = HEADS[name].get("sizes", {}) | {"max_position_embeddings": 16}
+    head = save_random_dflash(tmp_path / "head", made.path, scale=0.1, block_size=8, sizes=sizes)
+    made = made._replace(heads={name: head})
+    watch, llm = watched(made, name, monkeypatch), load(made, dtype="float32")
+    longest = llm.engine.runner.loaded.max_model_len
+    prompts = [[(7 * i * i + 3) % 59 + 2 for i in range(count)] for count in (70, longest - 12)]
+    params = GREEDY.replace(max_tokens=12)
+    outputs = llm.generate(prompts, params, speculation=SpeculationConfig(method=DFlash(model=head)))
+    assert faults(outputs) == 0
+    assert watch.worst <= BOUND
+    assert watch.num_rows > 50
+    assert texts(outputs) == texts(llm.generate(prompts, params, speculation="none"))
+    assert len(outputs[1].token_ids) == 12
+    llm.engine.check_integrity()
+    llm.engine.check_rest()
 
 
 @pytest.mark.parametrize(
