@@ -7,6 +7,9 @@ be read wrongly.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -89,9 +92,11 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     if kind in (None, "rwkv", "no_vocab", "none"):
         return None
     if kind == "gpt2":
-        backend = _byte_level(vocabulary)
+        with _collection_paused():
+            backend = _byte_level(vocabulary)
     elif kind == "llama" and file.metadata.get("general.architecture") in _WITH_PIECES:
-        backend = _sentence_piece(vocabulary)
+        with _collection_paused():
+            backend = _sentence_piece(vocabulary)
     else:
         architecture = file.metadata.get("general.architecture")
         problem = (
@@ -240,13 +245,15 @@ class _Vocabulary:
         return found
 
     def merges(self) -> list[tuple[str, str]]:
-        tokens, merges = self.tokens, []
-        for merge in self.texts("merges"):
-            first, _, second = merge.partition(" ")
-            if first not in tokens or second not in tokens or first + second not in tokens:
-                raise self.wrong("merges", f"holds {merge!r}, whose parts or whole are no tokens")
-            merges.append((first, second))
-        return merges
+        """What is merged, of which a model finds out whether the parts and the whole are tokens."""
+        return [(first, second) for merge in self.texts("merges") for first, _, second in [merge.partition(" ")]]
+
+    def wrong_merge(self) -> ModelLoadError | None:
+        """The error for the first merge whose parts or whole are no tokens. None where there is none."""
+        for merge, (first, second) in zip(self.texts("merges"), self.merges(), strict=True):
+            if not {first, second, first + second} <= self.tokens.keys():
+                return self.wrong("merges", f"holds {merge!r}, whose parts or whole are no tokens")
+        return None
 
     def added(self, *, special: bool) -> list[Any]:
         """Tokens that are found in a text as a whole: those of control, or those that are defined by users."""
@@ -285,6 +292,19 @@ class _Vocabulary:
         return default if found is None else found
 
 
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """Within the block, unused objects are not searched for: a hundred thousand merges that live for a moment would have
+    all objects of the process searched."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _byte_level(vocabulary: _Vocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -293,8 +313,11 @@ def _byte_level(vocabulary: _Vocabulary) -> Any:
     if splitting is None:
         problem = f"its pre-tokenizer is {name!r}, and {', '.join(SPLITTINGS)} are known"
         raise UnsupportedModelError(vocabulary.file.path, problem, _UNKNOWN)
-    model = models.BPE(vocab=vocabulary.tokens, merges=vocabulary.merges(), ignore_merges=splitting.whole_pieces)
-    tokenizer = Tokenizer(model)
+    tokens, merges = vocabulary.tokens, vocabulary.merges()
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=merges, ignore_merges=splitting.whole_pieces))
+    except Exception as error:  # it has no type of its own, and names one of the texts
+        raise vocabulary.wrong_merge() or error from None
     if splitting.composes:
         tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
