@@ -152,7 +152,7 @@ _PARTS_OF_ANSWERS = (
 def _ends_by_text(vocabulary: _Vocabulary) -> set[int]:
     """Only what is no part of a text is taken by its own text: tokens of control, and those that users define. The one
     that is HTML, too, has to be of control: Gemma writes it."""
-    kinds = zip(vocabulary.names, vocabulary.types(), strict=True)
+    kinds = zip(vocabulary.names, vocabulary.types, strict=True)
     known = {token: (number, kind) for number, (token, kind) in enumerate(kinds) if token in _ENDS}
     found = {
         token: number
@@ -230,6 +230,7 @@ class _Vocabulary:
             tokens[token] = number
         return tokens
 
+    @cached_property
     def types(self) -> list[int]:
         found, count = self.get("token_type"), len(self.names)
         if found is None:
@@ -260,13 +261,13 @@ class _Vocabulary:
         from tokenizers import AddedToken
 
         wanted = _CONTROL if special else _USER_DEFINED
-        found = [token for token, kind in zip(self.names, self.types(), strict=True) if kind == wanted and token]
+        found = [token for token, kind in zip(self.names, self.types, strict=True) if kind == wanted and token]
         return [AddedToken(token, normalized=False, special=special, rstrip=self._takes_spaces(token)) for token in found]
 
     @property
     def num_added(self) -> int:
         """How many such tokens there are. Each one is searched for in every text."""
-        return sum(kind in (_CONTROL, _USER_DEFINED) for kind in self.types())
+        return sum(kind in (_CONTROL, _USER_DEFINED) for kind in self.types)
 
     def _takes_spaces(self, token: str) -> bool:
         """Whether a token that is found as a whole takes the spaces behind it. Phi-3's do, and files do not say it."""
@@ -355,7 +356,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     the vocabulary, as Phi-3's does.
     """
     names, tokens = vocabulary.names, vocabulary.tokens
-    scores, types = vocabulary.scores(), vocabulary.types()
+    scores, types = vocabulary.scores(), vocabulary.types
     by_length = vocabulary.file.metadata.get("general.architecture") in ("gemma2", "gemma3")
     whole: list[tuple[int, int, int, str, str]] = []
     merges: list[tuple[str, str]] = []
