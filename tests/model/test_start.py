@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from outrider import LLM, building
 
 COMMAND = """
 import sys
@@ -129,6 +132,15 @@ assert lists._object_missing_backend == transformers.models._object_missing_back
 @pytest.mark.parametrize(("first", "times"), [("import outrider.model", 1), ("import transformers", 2)])
 def test_the_files_of_models_are_listed_once(first: str, times: int) -> None:
     imported(LISTED.format(first=first, times=times))
+
+
+def test_a_load_is_not_searched_for_unused_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched, make = list[bool](), building.make_runner
+    monkeypatch.setattr(building, "make_runner", lambda *a, **k: searched.append(gc.isenabled()) or make(*a, **k))
+    LLM(kv_cache_tokens=512)
+    assert searched
+    assert not any(searched)
+    assert gc.isenabled()
 
 
 @of_imports

@@ -7,9 +7,6 @@ be read wrongly.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,11 +89,9 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     if kind in (None, "rwkv", "no_vocab", "none"):
         return None
     if kind == "gpt2":
-        with _collection_paused():
-            backend = _byte_level(vocabulary)
+        backend = _byte_level(vocabulary)
     elif kind == "llama" and file.metadata.get("general.architecture") in _WITH_PIECES:
-        with _collection_paused():
-            backend = _sentence_piece(vocabulary)
+        backend = _sentence_piece(vocabulary)
     else:
         architecture = file.metadata.get("general.architecture")
         problem = (
@@ -291,19 +286,6 @@ class _Vocabulary:
         if not isinstance(found, bool | None):
             raise self.wrong(name, f"is {found!r}, and neither true nor false")
         return default if found is None else found
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Within the block, unused objects are not searched for: a hundred thousand merges that live for a moment would have
-    all objects of the process searched."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Any:
