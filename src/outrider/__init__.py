@@ -134,6 +134,9 @@ def __getattr__(name: str) -> Any:
             return getattr(import_module(_HOMES[name]), name)
         finally:
             if was_enabled:
+                if not gc.get_freeze_count():  # they become old: the next search is that of new objects alone
+                    gc.freeze()
+                    gc.unfreeze()
                 gc.enable()
     raise AttributeError(f"module 'outrider' has no attribute {name!r}")
 

@@ -42,6 +42,7 @@ from outrider.engine.sequence import Request
 from outrider.engine.stats import EngineStats
 from outrider.engine.thread import EngineThread, Health, Inbox, Mailbox, stream_pieces, write_all
 from outrider.errors import ClosedError, InputError, InvalidParameterError, InvalidPromptError, OutriderError
+from outrider.loading.exclusive import collection_paused
 from outrider.loading.sources import check_sources
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.prompts import (
@@ -173,7 +174,8 @@ class LLM:
         self._thread.load(partial(self._build, model, tokenizer, draft_model, consume=consume))
 
     def _build(self, model: Any, tokenizer: Any | None, draft_model: Any | None, *, consume: bool) -> Engine:
-        built = self._plan.build(model, tokenizer, draft_model, consume=consume)
+        with collection_paused():
+            built = self._plan.build(model, tokenizer, draft_model, consume=consume)
         engine, self.prompts, self.default_params, self._defaults = built
         return engine
 

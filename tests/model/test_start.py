@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from outrider import LLM, building
 
 COMMAND = """
 import sys
@@ -23,7 +26,12 @@ LLM().generate("Once", SamplingParams(max_tokens=2))
 """
 #: Where a change may concern how PyTorch and transformers are imported.
 of_imports = pytest.mark.by_change(
-    *("src/outrider/cli/startup.py", "src/outrider/model/__init__.py", "src/outrider/loading/exclusive.py"),
+    *(
+        "src/outrider/__init__.py",
+        "src/outrider/cli/startup.py",
+        "src/outrider/model/__init__.py",
+        "src/outrider/loading/exclusive.py",
+    ),
     "tests/model/test_start.py",
 )
 HEAVY = {"torch", "transformers", "numpy", "pydantic", "huggingface_hub"}
@@ -124,3 +132,25 @@ assert lists._object_missing_backend == transformers.models._object_missing_back
 @pytest.mark.parametrize(("first", "times"), [("import outrider.model", 1), ("import transformers", 2)])
 def test_the_files_of_models_are_listed_once(first: str, times: int) -> None:
     imported(LISTED.format(first=first, times=times))
+
+
+def test_a_load_is_not_searched_for_unused_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched, make = list[bool](), building.make_runner
+    monkeypatch.setattr(building, "make_runner", lambda *a, **k: searched.append(gc.isenabled()) or make(*a, **k))
+    LLM(kv_cache_tokens=512)
+    assert searched
+    assert not any(searched)
+    assert gc.isenabled()
+
+
+@of_imports
+@pytest.mark.parametrize(("first", "kept"), [("", 0), ("gc.collect(); gc.freeze()", 1)], ids=["as usual", "frozen"])
+def test_what_was_imported_is_not_searched_with_the_first_objects(first: str, kept: int) -> None:
+    imported(f"""
+import gc
+{first}
+from outrider import LLM
+assert gc.isenabled() and bool(gc.get_freeze_count()) == {kept}, "what a caller froze stays so"
+young = sum(len(gc.get_objects(generation=generation)) for generation in (0, 1))
+assert {kept} or young < 1000, young
+""")

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from outrider.cli.app import app
 from outrider.config import default_model
-from outrider.errors import InvalidPromptError
+from outrider.errors import InvalidPromptError, ModelLoadError
+from outrider.loading import templates
 from outrider.loading.templates import TemplateError, TemplateLimits, render
 from outrider.loading.tokenizers import given_tokenizer
 from outrider.prompts import PromptEncoder
@@ -82,6 +84,44 @@ def test_neighbours_go_on_meanwhile() -> None:
         assert numbers == [str(n) for n in range(20)]
         with pytest.raises(TemplateError):
             endless.result(60)
+
+
+def test_the_first_conversation_is_written_by_the_process_that_was_started_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[templates._Process]()
+    stock = templates._Process
+    monkeypatch.setattr(templates, "_idle", [])
+    monkeypatch.setattr(templates, "_Process", lambda: started.append(stock()) or started[-1])
+    templates.start_renderer()
+    templates.start_renderer()  # there is one already
+    assert len(started) == 1
+    assert render("{{ messages[0].content }}", HI, None, {}, LIMITS) == "hi"
+    assert len(started) == 1
+    started[0].close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "starts"),
+    [
+        (["generate", "MODEL", "-p", "hi"], True),
+        (["generate", "MODEL", "-p", "hi", "--raw"], False),
+        (["generate", "-p", "hi"], False),
+    ],
+    ids=["answers", "goes on", "embedded"],
+)
+def test_the_command_starts_it_before_it_loads_a_model(
+    arguments: list[str], starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = list[str]()
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        done.append("loads")
+        raise ModelLoadError("MODEL", "it is none", "Give one.")
+
+    monkeypatch.setattr(templates, "start_renderer", lambda: done.append("starts"))
+    monkeypatch.setattr("outrider.llm.LLM", load)
+    with pytest.raises(ModelLoadError):
+        app(arguments, standalone_mode=False)
+    assert done == ["starts", "loads"][not starts :]
 
 
 def test_a_fork_has_processes_of_its_own() -> None:

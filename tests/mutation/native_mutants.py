@@ -534,6 +534,20 @@ NATIVE_MUTANTS = (
         "kernels_formats",
     ),
     _mutant(
+        "codes of 4 bits come into other bytes of their word",
+        "formats/blocks.inc",
+        "(four | four << (16 - 2 * width)) & halves",
+        "(four | four << (15 - 2 * width)) & halves",
+        "kernels_blocks",
+    ),
+    _mutant(
+        "all columns of a panel of blocks have the codes of the first",
+        "pack.inc",
+        "memcpy(words + column, rows[column] + 4 * i, 4);",
+        "memcpy(words + column, rows[0] + 4 * i, 4);",
+        "kernels_blocks",
+    ),
+    _mutant(
         "the second part of a unit begins with the sum of the first",
         "block_bytes.inc",
         "part ? LESS_SECOND : LESS_FIRST;",

@@ -96,6 +96,7 @@ def chat(
         notes,
         model,
         settings,
+        chats=True,
         dtype=dtype,
         device=device,
         attention_backend=attention_backend,

@@ -109,7 +109,7 @@ def generate(
         stop=tuple(stop) if stop else None,
     )
     settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
-    llm = options.load(notes, model, settings, **{name: given[name] for name in _LOADING})
+    llm = options.load(notes, model, settings, chats=not raw, **{name: given[name] for name in _LOADING})
     told = Console(stderr=True, quiet=True) if as_json else notes  # what follows is for people
     params, asked = options.usual_sampling(llm, params, told), _asked(llm, prompts, told, raw=raw)
     if not _answer(llm, prompts, asked, params, notes, as_json=as_json, compare=compare, no_color=no_color):

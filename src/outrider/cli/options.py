@@ -230,13 +230,14 @@ def usual_sampling(llm: LLM, asked: SamplingParams, notes: Console) -> SamplingP
     return usual.replace(**given)
 
 
-def load(console: Console, model: str | None, settings: Any, **options: Any) -> LLM:
+def load(console: Console, model: str | None, settings: Any, *, chats: bool, **options: Any) -> LLM:
     """Load the target and its proposer behind a spinner, or a bar where a GGUF file is read.
 
     Args:
         console: Where it is shown.
         model: As LLM takes it.
         settings: A SpeculationConfig, fields of a draft of the embedded pair, or None.
+        chats: Whether conversations may follow. What writes them for the model gets ready meanwhile, on another core.
         options: Passed on to LLM.
     """
     changes = settings if isinstance(settings, dict) else {}
@@ -249,7 +250,10 @@ def load(console: Console, model: str | None, settings: Any, **options: Any) -> 
     with shown_loading(console, f"loading {model or 'the embedded pair'}") as show, light_imports():
         from outrider.llm import LLM
         from outrider.loading.gguf.header import is_gguf, watched_reading
+        from outrider.loading.templates import start_renderer
 
+        if chats and model is not None:  # the embedded pair has no template
+            start_renderer()
         with watched_reading(show):
             llm = LLM(model, speculation={"method": "draft_model", **changes} if changes else settings, **options)
     if model is not None and is_gguf(model):

@@ -264,7 +264,7 @@ def _given(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:
     from rich.console import Console
 
-    llm = options.load(Console(stderr=True), model, settings, **given)
+    llm = options.load(Console(stderr=True), model, settings, chats=True, **given)
     if template is not None:
         if llm.tokenizer is None:
             raise InvalidParameterError("chat_template", "...", "the model has no tokenizer", "Leave it out.")

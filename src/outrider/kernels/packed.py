@@ -6,6 +6,7 @@ import ctypes
 import mmap
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import takewhile
 
 import numpy as np
@@ -266,7 +267,12 @@ def _pages_within(tensor: Tensor) -> tuple[int, int]:
 
 def _give_back(begin: int, end: int) -> None:
     size = (end - begin) * mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin * mmap.PAGESIZE), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+    _c_library().madvise(ctypes.c_void_p(begin * mmap.PAGESIZE), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _is_of_file(begin: int, end: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,19 @@ def exclusive_transformers() -> Iterator[None]:
             yield
     finally:
         _turn.release()
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Within the block, Python does not search for unused objects. The objects of a load all stay, but for the merges of a
+    tokenizer: a hundred thousand that live for a moment, for which all objects of the process would be searched."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -183,6 +183,13 @@ def _renderer() -> Any:
             _idle.append(found)
 
 
+def start_renderer() -> None:
+    """Start a process that renders, so that the first conversation need not wait for its imports."""
+    with _turn:
+        if not _idle:
+            _idle.append(_Process())
+
+
 def _close_all() -> None:
     while _idle:
         _idle.pop().close()

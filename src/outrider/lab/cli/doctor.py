@@ -75,7 +75,7 @@ def doctor(
         "activations": activations,
         "max_num_seqs": max(batch, 32),
     }
-    llm = options.load(notes, model, "none", prefix_caching=False, **how)
+    llm = options.load(notes, model, "none", chats=False, prefix_caching=False, **how)
     sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
     with _progress(notes) as progress:
         rounded = quantization is not None or llm.engine.runner.loaded.rounds_rows

@@ -150,7 +150,7 @@ def _tune(
 
     plan = TuningPlan(**given)
     draft = draft_model or (default_model("draft") if model is None else None)
-    llm = options.load(notes, model, "none", prefix_caching=False, max_num_seqs=plan.concurrency, **how)
+    llm = options.load(notes, model, "none", chats=False, prefix_caching=False, max_num_seqs=plan.concurrency, **how)
     with shown_progress(notes) as progress:
         tell = partial(notes.print, style="dim", markup=False)
         results = Tuner(llm, candidates(llm, ways, draft), traffic, plan, progress, tell).run()

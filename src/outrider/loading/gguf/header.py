@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from mmap import ACCESS_COPY, mmap
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], bool]:
     """What a file holds, and whether another one is written behind it."""
     if path.stat().st_size < 24:
         raise _MalformedError("it ends within its first 24 bytes")
-    reader = _HeaderReader(np.memmap(path, mode="c", dtype=np.uint8))  # private, and never written to
+    with path.open("rb") as file:
+        reader = _HeaderReader(mmap(file.fileno(), 0, access=ACCESS_COPY))  # private, and never written to
     if reader.take(4) != _MAGIC:
         raise _MalformedError("it does not begin with GGUF")
     version, num_tensors, num_values = reader.numbers("IQQ")
@@ -239,19 +241,26 @@ def _nbytes(name: str, shape: tuple[int, ...], kind: str) -> int:
     return prod(shape) // known.inputs * known.nbytes
 
 
+#: The length of a string, at a place in a file.
+_length = struct.Struct("<Q").unpack_from
+
+
 class _HeaderReader:
     """Reads a mapped file from its beginning."""
 
-    def __init__(self, data: np.ndarray) -> None:
-        self.data, self.at = data, 0
-        self._bytes: memoryview = data.data
+    def __init__(self, mapped: mmap) -> None:
+        self.data, self.at = np.frombuffer(mapped, np.uint8), 0
+        self._bytes = mapped
 
     def take(self, count: int) -> bytes:
         """The next bytes."""
         if count > len(self._bytes) - self.at:
-            raise _MalformedError(f"it ends at byte {len(self.data):,}, within its header")
+            raise self._ends()
         self.at += count
-        return bytes(self._bytes[self.at - count : self.at])
+        return self._bytes[self.at - count : self.at]
+
+    def _ends(self) -> _MalformedError:
+        return _MalformedError(f"it ends at byte {len(self.data):,}, within its header")
 
     def numbers(self, kinds: str) -> tuple[Any, ...]:
         """The next numbers, of these kinds."""
@@ -270,13 +279,13 @@ class _HeaderReader:
 
     def _strings(self, count: int) -> list[str]:
         """The next strings. A vocabulary has some hundred thousands, so this is one loop without calls of its own."""
-        found, rest, at = [], self._bytes, self.at
+        found, rest, at, end = list[str](), self._bytes, self.at, len(self._bytes)
         for _ in range(count):
             begin = at + 8
-            at = begin + int.from_bytes(rest[at:begin], "little")
-            if at > len(rest):
-                raise _MalformedError(f"it ends at byte {len(rest):,}, within its header")
-            found.append(str(rest[begin:at], "utf-8"))
+            at = begin + _length(rest, at)[0] if begin <= end else begin
+            if at > end:
+                raise self._ends()
+            found.append(rest[begin:at].decode())
         self.at = at
         return found
 

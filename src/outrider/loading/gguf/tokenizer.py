@@ -147,7 +147,7 @@ _PARTS_OF_ANSWERS = (
 def _ends_by_text(vocabulary: _Vocabulary) -> set[int]:
     """Only what is no part of a text is taken by its own text: tokens of control, and those that users define. The one
     that is HTML, too, has to be of control: Gemma writes it."""
-    kinds = zip(vocabulary.names, vocabulary.types(), strict=True)
+    kinds = zip(vocabulary.names, vocabulary.types, strict=True)
     known = {token: (number, kind) for number, (token, kind) in enumerate(kinds) if token in _ENDS}
     found = {
         token: number
@@ -225,6 +225,7 @@ class _Vocabulary:
             tokens[token] = number
         return tokens
 
+    @cached_property
     def types(self) -> list[int]:
         found, count = self.get("token_type"), len(self.names)
         if found is None:
@@ -240,26 +241,28 @@ class _Vocabulary:
         return found
 
     def merges(self) -> list[tuple[str, str]]:
-        tokens, merges = self.tokens, []
-        for merge in self.texts("merges"):
-            first, _, second = merge.partition(" ")
-            if first not in tokens or second not in tokens or first + second not in tokens:
-                raise self.wrong("merges", f"holds {merge!r}, whose parts or whole are no tokens")
-            merges.append((first, second))
-        return merges
+        """What is merged, of which a model finds out whether the parts and the whole are tokens."""
+        return [(first, second) for merge in self.texts("merges") for first, _, second in [merge.partition(" ")]]
+
+    def wrong_merge(self) -> ModelLoadError | None:
+        """The error for the first merge whose parts or whole are no tokens. None where there is none."""
+        for merge, (first, second) in zip(self.texts("merges"), self.merges(), strict=True):
+            if not {first, second, first + second} <= self.tokens.keys():
+                return self.wrong("merges", f"holds {merge!r}, whose parts or whole are no tokens")
+        return None
 
     def added(self, *, special: bool) -> list[Any]:
         """Tokens that are found in a text as a whole: those of control, or those that are defined by users."""
         from tokenizers import AddedToken
 
         wanted = _CONTROL if special else _USER_DEFINED
-        found = [token for token, kind in zip(self.names, self.types(), strict=True) if kind == wanted and token]
+        found = [token for token, kind in zip(self.names, self.types, strict=True) if kind == wanted and token]
         return [AddedToken(token, normalized=False, special=special, rstrip=self._takes_spaces(token)) for token in found]
 
     @property
     def num_added(self) -> int:
         """How many such tokens there are. Each one is searched for in every text."""
-        return sum(kind in (_CONTROL, _USER_DEFINED) for kind in self.types())
+        return sum(kind in (_CONTROL, _USER_DEFINED) for kind in self.types)
 
     def _takes_spaces(self, token: str) -> bool:
         """Whether a token that is found as a whole takes the spaces behind it. Phi-3's do, and files do not say it."""
@@ -293,8 +296,11 @@ def _byte_level(vocabulary: _Vocabulary) -> Any:
     if splitting is None:
         problem = f"its pre-tokenizer is {name!r}, and {', '.join(SPLITTINGS)} are known"
         raise UnsupportedModelError(vocabulary.file.path, problem, _UNKNOWN)
-    model = models.BPE(vocab=vocabulary.tokens, merges=vocabulary.merges(), ignore_merges=splitting.whole_pieces)
-    tokenizer = Tokenizer(model)
+    tokens, merges = vocabulary.tokens, vocabulary.merges()
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=merges, ignore_merges=splitting.whole_pieces))
+    except Exception as error:  # it has no type of its own, and names one of the texts
+        raise vocabulary.wrong_merge() or error from None
     if splitting.composes:
         tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
@@ -332,7 +338,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     the vocabulary, as Phi-3's does.
     """
     names, tokens = vocabulary.names, vocabulary.tokens
-    scores, types = vocabulary.scores(), vocabulary.types()
+    scores, types = vocabulary.scores(), vocabulary.types
     by_length = vocabulary.file.metadata.get("general.architecture") in ("gemma2", "gemma3")
     whole: list[tuple[int, int, int, str, str]] = []
     merges: list[tuple[str, str]] = []
