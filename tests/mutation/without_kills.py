@@ -121,7 +121,7 @@ def red(mutant: Mutant, tests: list[str]) -> tuple[str, float]:
             kernels = {"OUTRIDER_KERNELS": "generic"}
             listed = _tested(["--collect-only"], BUDGET, {"PYTHONPATH": str(source), **kernels})
             if listed.returncode != pytest.ExitCode.OK:
-                return listed.stderr.strip()[-300:] or "?", time.monotonic() - began
+                return (listed.stderr.strip() or listed.stdout.strip())[-300:], time.monotonic() - began
             there = set(listed.stdout.splitlines())
             left = [test for test in tests if test in there]  # with one instruction set there are no tests of the others
         with suppress(subprocess.TimeoutExpired):
