@@ -173,7 +173,7 @@ def test_it_stands_alone(made: dict[str, Any], tmp_path: Path, other: dict[str, 
     with pytest.raises(ContradictionError, match="profile"):
         LLM("no/such-model", profile=write(tmp_path, made), **other)  # type: ignore[arg-type]
     with pytest.raises(ContradictionError, match="other options"):
-        load(None, None, {"num_draft_tokens": 3}, profile=Path("profile.json"))  # type: ignore[arg-type]
+        load(None, None, {"num_draft_tokens": 3}, chats=False, profile=Path("profile.json"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
