@@ -249,7 +249,8 @@ def test_a_draft_model_that_is_given_loaded_drafts_as_its_folder_does(paths: dic
 
 def test_the_engine_may_choose_a_draft_model_that_is_given_loaded(paths: dict[str, str]) -> None:
     with LLM(paths["llama"], draft_model=model_from(paths["llama"]), kv_cache_tokens=512) as llm:
-        assert [member.name for member in llm.speculation.method.methods] == ["draft_model", "suffix"]  # type: ignore[union-attr]
+        methods = llm.speculation.method.methods  # type: ignore[union-attr]
+        assert [member.name for member in methods] == ["draft_model", "suffix", "then"]
         assert llm.generate([IDS], PARAMS)[0].token_ids
 
 

@@ -389,8 +389,12 @@ class Examination:
 
 
 def members(asked: SpeculationConfig) -> Iterator[SpeculationConfig]:
-    """The methods to examine, one after the other; those of a composition each by itself."""
-    yield from (part for config in asked.candidates for part in parts_of(config) if part.method is not None)
+    """The methods to examine, each once, one after the other; those of a composition each by itself."""
+    found: list[SpeculationConfig] = []
+    for part in (part for config in asked.candidates for part in parts_of(config)):
+        if part.method is not None and part not in found:
+            found.append(part)
+    yield from found
 
 
 def _is_possible(plain: Writing, drafted: Writing) -> bool:
