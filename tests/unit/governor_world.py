@@ -82,6 +82,7 @@ class World:
         planning: What a plan costs.
         together: Whether texts begin together, the next ones when all of them have ended, and end with all that they may
             write. Without drafts all of them are there to their common end.
+        prompt: Tokens of each text's prompt, which a method's own model reads before its first draft.
     """
 
     methods: Mapping[str, Method]
@@ -97,6 +98,7 @@ class World:
     forced: Callable[[int, int], int] = lambda text, position: 0
     planning: float = 0.0
     together: bool = False
+    prompt: int = 0
 
     def luck(self, *key: object) -> float:
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
@@ -229,7 +231,7 @@ def run(
     while step < steps if steps else (count < fixed or present):
         places = 0 if world.together and present else load(step)
         while len(present) < places and (not fixed or count < fixed):
-            present.append(TextState(count))
+            present.append(TextState(count, lags=dict.fromkeys(world.methods, world.prompt)))
             if isinstance(policy, CountingGovernor):
                 policy.begin(count)
             count += 1
@@ -257,6 +259,7 @@ def _running(world: World, texts: Sequence[TextState]) -> list[Running]:
             dict(t.lags),
             forced=world.forced(t.index, t.position),
             to_write=world.left(t),
+            written=t.position,
         )
         for t in texts
     ]

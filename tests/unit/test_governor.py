@@ -343,12 +343,13 @@ def test_a_late_start_must_be_worth_its_price() -> None:
     model = AcceptanceModel({"draft": 0.35})
     model.begin(0, None)
 
-    def planned(lag: int) -> DraftPlan:
+    def planned(lag: int, written: int = 0) -> DraftPlan:
         option = Option("draft", model.outlook(0, "draft"), 4, lag)
-        return Chooser(CostModel(table), [Text(0, {"draft": option})], 0, 64).best()
+        return Chooser(CostModel(table), [Text(0, {"draft": option}, written=written)], 0, 64).best()
 
     assert planned(0).rows
     assert not planned(10_000).rows
+    assert planned(10_000, written=20_000).rows, "a text that is long is expected to be longer still"
 
 
 def test_costs_follow_what_is_observed() -> None:

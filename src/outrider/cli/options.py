@@ -90,8 +90,7 @@ def speculation(
     draft were given, these, for the draft model of the embedded pair; None where nothing was."""
     with light_imports():
         from outrider.propose.compositions import Auto
-        from outrider.propose.defaults import usual_methods, with_chain, with_draft_model
-        from outrider.propose.draft_model import DraftModel as Draft
+        from outrider.propose.defaults import with_draft_model
         from outrider.propose.settings import SpeculationConfig
 
     widths = None if tree is None else _widths(tree)
@@ -99,7 +98,7 @@ def speculation(
     changes = {name: value for name, value in changes.items() if value is not None}
     settings = {} if method is None else method_settings(method)
     if draft_model is not None and method is None and not changes:
-        return SpeculationConfig(method=Auto(methods=with_chain(usual_methods(Draft(model=draft_model)))))
+        return with_draft_model(Auto.name, draft_model)
     if draft_model is not None and settings.get("method", "draft_model") not in ("draft_model", "cross_vocabulary"):
         return with_draft_model(SpeculationConfig.of({**settings, **changes}), draft_model)
     if draft_model is not None:

@@ -75,7 +75,7 @@ class ClientSession:
         ways = self._requested(model)
         results.note(
             f"measured against {self._root}, with texts as long as they come; every prompt was sent once before, so that "
-            "a server that keeps prompts has them for all ways"
+            "a server that keeps prompts has them for all ways; whether texts repeat is not known"
         )
         for cell in self._cells(model, tuple(ways)):
             contestants = [
