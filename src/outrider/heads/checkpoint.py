@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from outrider.errors import HeadMismatchError, InputError, InvalidParameterError
 from outrider.heads.networks import HeadNetwork, HeadsConfig, HeadTarget, RowHeadsConfig, build_network, read_config
 from outrider.kernels.library import kernel_library
 from outrider.kernels.linear import packed_for, use_packed_linear
+from outrider.kernels.row_by_row import RowByRow
 from outrider.model import hf
 from outrider.model.runner import upcast_logits
 from outrider.model.target import Target
@@ -272,6 +274,10 @@ class RunningHeads:
         self._target = target
         self._network = network.to(target.device, target.dtype)
         self._rows_dtype = use_kernels(self._network, target)
+        # The kernels' products do not depend on other rows; activations do not either in this mode.
+        self._mode: AbstractContextManager[object] = nullcontext()
+        if packed_for(self._network) is not None:
+            self._mode = RowByRow()  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
@@ -285,7 +291,9 @@ class RunningHeads:
             Logits [num_heads, n, vocab_size], float32 at least.
         """
         features = read_features(self.config, self._target, hidden)
-        return upcast_logits(self._network(features.to(self._rows_dtype), self._target.head, num_heads))
+        with self._mode:
+            logits = self._network(features.to(self._rows_dtype), self._target.head, num_heads)
+        return upcast_logits(logits)
 
 
 def open_heads(folder: str, method: str, target: Target) -> RunningHeads:
