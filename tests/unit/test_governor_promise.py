@@ -201,13 +201,13 @@ def test_it_keeps_its_promise_where_nobody_takes_the_places_of_texts_that_end(ch
 
 def test_it_gains_also_where_nobody_takes_the_places_of_texts_that_end() -> None:
     assert together(0.8, 8, 0) >= 1.1
-    assert together(0.85, 4, 0) >= 1.5
+    assert together(0.85, 4, 0) + together(0.85, 4, 1) >= 3.2
 
 
 def test_a_text_that_is_ahead_drafts_on_where_the_others_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the others are taken to write a token in a step, so that their drafts are not reckoned with."""
     monkeypatch.setattr(Governor, "_speed", lambda self, plan: 1.0)
-    assert together.__wrapped__(0.8, 8, 0) < 1.1
+    assert together.__wrapped__(0.85, 4, 0) + together.__wrapped__(0.85, 4, 1) < 3.2
 
 
 def test_tokens_of_texts_that_end_early_are_not_worth_what_others_are(monkeypatch: pytest.MonkeyPatch) -> None:

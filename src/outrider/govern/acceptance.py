@@ -104,6 +104,11 @@ class Counts:
         self._gained *= share
 
     @property
+    def num_drafts(self) -> float:
+        """Drafts that are remembered."""
+        return self._tried[0] / self._weight
+
+    @property
     def tokens_of_good_drafts(self) -> float:
         """Tokens that the text gained on average with a draft whose first token stood."""
         return self._gained / self._stood[0] if self._stood[0] > 0.0 else 1.0
@@ -137,8 +142,8 @@ class Counts:
 _OWN, _TENANT, _WHOLE, _STEADY = 120.0, 96.0, 192.0, 600.0
 #: Drafts for which it is remembered whether a method had anything to say, of one request: nothing is lost where it has not.
 _OFFERS = 240.0
-#: Drafts that a wider count weighs as a prior.
-_PRIOR_WEIGHT = 3.0
+#: Drafts that a guess weighs as a prior, and that other texts weigh for a text where their drafts are many.
+_PRIOR_WEIGHT, _TEXTS_WEIGHT = 3.0, 12.0
 #: Standard deviations between outcomes and expectation beyond which the text is taken to have changed.
 _SURPRISE = 3.5
 #: Outcomes that surprise looks back on, and the last drafts that are believed after one, instead of all before them.
@@ -217,7 +222,7 @@ class _Own:
     Attributes:
         recent, steady: With a short and a long memory.
         fates, offers: Surprise about whether tokens stood, and about whether there were any.
-        prior_weight: Drafts that the experience of others weighs.
+        changed_weight: Drafts that the experience of others weighs at most, where the text seemed to change.
         num_drafts: So far.
         last: The latest of them.
         changes: At which of them the text seemed to change.
@@ -229,7 +234,7 @@ class _Own:
     steady: _ScopeCounts = field(default_factory=lambda: _ScopeCounts.of(_STEADY))
     fates: _Surprise = field(default_factory=_Surprise)
     offers: _Surprise = field(default_factory=_Surprise)
-    prior_weight: float = _PRIOR_WEIGHT
+    changed_weight: float = _TEXTS_WEIGHT
     num_drafts: int = 0
     last: deque[tuple[Sequence[float], float]] = field(default_factory=lambda: deque(maxlen=_BELIEVED))
     changes: deque[int] = field(default_factory=lambda: deque(maxlen=_CHANGES))
@@ -306,13 +311,20 @@ class AcceptanceModel:
         by, prior = self._prior_of(self._tenants[request], method)
         own = self._own_of(request, method)
         steady = steady or own.goes_to_and_fro
-        known, weight = (own.steady, _PRIOR_WEIGHT) if steady else (own.recent, own.prior_weight)
+        weight = self._weight_of_others(request, method, own)
+        known, weight = (own.steady, weight) if steady else (own.recent, min(weight, own.changed_weight))
         by = (by, steady, known.version, weight)
         if own.outlook is None or own.outlook[0] != by:
             stands = known.stands.chances(prior.stands, weight)
             exists = known.exists.chances(prior.exists, weight)
             own.outlook = by, Outlook(_by_length(stands, known.stands.tokens_of_good_drafts), exists)
         return own.outlook[1]
+
+    def _weight_of_others(self, request: int, method: str, own: _Own) -> float:
+        """Drafts that other texts weigh: their mean is as unsure as their drafts are few, and a text differs from it."""
+        of_all = self._shared_by(("tenant", self._tenants[request]), method).stands.num_drafts
+        others = max(of_all - own.steady.stands.num_drafts, 0.0)
+        return 1.0 / (1.0 / _TEXTS_WEIGHT + 1.0 / (_PRIOR_WEIGHT + others))
 
     def _prior_of(self, tenant: Hashable, method: str) -> tuple[object, Outlook]:
         """What is expected of a text of a tenant of which nothing was seen, and by the versions of which counts. It is
@@ -371,7 +383,7 @@ class AcceptanceModel:
 
     def _is_surprised(self, own: _Own, expected: Sequence[float], scores: Sequence[float]) -> bool:
         own.num_drafts += 1
-        own.prior_weight = min(own.prior_weight + 0.01, _PRIOR_WEIGHT)
+        own.changed_weight = min(own.changed_weight + 0.01, _TEXTS_WEIGHT)
         for place, score in enumerate(scores):
             own.fates.add(expected[min(place, POSITIONS - 1)], score)
         if not own.fates.taken():
@@ -380,7 +392,7 @@ class AcceptanceModel:
         own.recent.stands.fade(0.0)
         for each in own.last:
             own.recent.stands.add(*each)
-        own.prior_weight = 0.5
+        own.changed_weight = 0.5
         return True
 
     def _own_of(self, request: int, method: str) -> _Own:
