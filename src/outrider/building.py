@@ -21,8 +21,10 @@ from outrider.config import CacheConfig, ModelConfig, SchedulerConfig, default_m
 from outrider.engine.drafting.proposers import ProposerSet
 from outrider.engine.engine import Engine
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError, ProfileMismatchError
+from outrider.kernels.library import kernel_library
 from outrider.loading.configuration import has_rounded_weights, read_needs
 from outrider.loading.fit import Needs, needs
+from outrider.loading.gguf.header import is_gguf
 from outrider.loading.loaded_model import LoadedModel
 from outrider.loading.loader import adopt_model, check_given, load_model
 from outrider.loading.sources import check_sources
@@ -365,6 +367,23 @@ def checkpoint_params(loaded: LoadedModel) -> SamplingParams:
 # --- Loading models that draft beside a target.
 
 
+#: Bytes of weights from which on a draft model is rounded where nobody says how: fewer stay in caches.
+_LEAST_ROUNDED = 64 * 2**20
+
+
+def draft_gains_rounded(settings: ModelConfig) -> bool:
+    """Whether passes of a draft model take less time with rounded weights: they read all of them, and there are many."""
+    if is_gguf(settings.model) or settings.dtype not in ("bfloat16", "float16"):
+        return False
+    if settings.device not in (None, "cpu") or kernel_library() is None:
+        return False
+    try:
+        found = read_needs(settings)
+        return (found is None or found.weight_bytes >= _LEAST_ROUNDED) and not has_rounded_weights(settings)
+    except (InputError, ModelError):  # loading says it better
+        return False
+
+
 class DraftLoader:
     """Loads models that draft beside a target, each with KV memory of its own that holds what the target's holds.
 
@@ -402,7 +421,7 @@ class DraftLoader:
         trust_remote_code: bool = False,
     ) -> ModelRunner:
         """Load a folder or hub id, or copy a model that was given. Where `dtype` is None it is the target's, and where
-        `quantization` is None it is that of all draft models. Trust is given to each checkpoint alone.
+        `quantization` is None it is that of all draft models, or what is usual. Trust is given to each checkpoint alone.
 
         Raises:
             InvalidParameterError: No such folder.
@@ -451,7 +470,7 @@ class DraftLoader:
     ) -> ModelConfig:
         target = self._target
         rounding = quantization or self._settings.draft_quantization
-        return self._settings.replace(
+        settings = self._settings.replace(
             model=model,
             dtype=dtype or str(target.dtype).removeprefix("torch."),
             device=str(target.device),
@@ -459,10 +478,12 @@ class DraftLoader:
             trust_remote_code=trust_remote_code,
             attention_backend="auto",
             max_model_len=None,
-            quantization=rounding,
+            quantization=None if rounding == "none" else rounding,
             activations=None,
             batch_invariant=False,  # drafts may differ in their bits: they are guesses
         )
+        usual = rounding is None and model not in self._given and draft_gains_rounded(settings)
+        return settings.replace(quantization="int8") if usual else settings
 
     def _is_rounded(self, settings: ModelConfig) -> bool:
         """Whether the weights of a draft model are rounded, or were in its files."""

@@ -88,6 +88,8 @@ QuantizationName = Literal[
     "int4-g128-asym",
 ]
 
+DraftQuantizationName = QuantizationName | Literal["none"]
+
 ActivationsName = Literal["int8", "none"]
 
 QUANTIZATIONS: tuple[str, ...] = get_args(QuantizationName)
@@ -128,7 +130,9 @@ class ModelConfig(Frozen):
             model that is decoded losslessly is then the one that rounds both. Draft models whose weights are rounded do
             the same. "none" rounds no rows. None is "int8" for a GGUF file with blocks where our kernels compute it on a
             CPU, as llama.cpp does, and "none" for all else.
-        draft_quantization: How the weights of its draft models are rounded, unless their own settings say it.
+        draft_quantization: How the weights of its draft models are rounded, unless their own settings say it. "none" rounds
+            none. None is "int8" for a draft model of 16 bits in a folder that our kernels compute on a CPU, unless it is
+            small: a rounded draft may be refused a little more often, but no text changes its distribution.
         batch_invariant: Whether a token's bits must not depend on batch, chunk or draft.
     """
 
@@ -143,7 +147,9 @@ class ModelConfig(Frozen):
     max_model_len: int | None = Field(None, ge=2, description="Use 2 tokens or more, or None.")
     quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
     activations: ActivationsName | None = Field(None, description="Use int8, none or None.")
-    draft_quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
+    draft_quantization: DraftQuantizationName | None = Field(
+        None, description=f"Use {', '.join(QUANTIZATIONS)}, none or None."
+    )
     batch_invariant: bool = False
 
     @property

@@ -27,6 +27,7 @@ from outrider.config import (
     ActivationsName,
     AttentionName,
     CacheConfig,
+    DraftQuantizationName,
     DTypeName,
     ModelConfig,
     QuantizationName,
@@ -102,7 +103,8 @@ class LLM:
         activations: "int8" rounds what enters products with rounded weights, too, those of a file among them: faster, and
             not as near to the original. "none" does not. None does so for GGUF files with blocks, as llama.cpp does, where
             our kernels compute them on a CPU.
-        draft_quantization: What quantization is, for draft models, whose own settings may say otherwise.
+        draft_quantization: What quantization is, for draft models, whose own settings may say otherwise. None rounds draft
+            models of 16 bits in folders to "int8" where that makes them faster, and "none" does not.
         batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Free where
             our kernels run the model; elsewhere every row is computed alone, which is slow. On a GPU it is refused.
 
@@ -135,7 +137,7 @@ class LLM:
         state_cache_mib: int | None = None,
         quantization: QuantizationName | None = None,
         activations: ActivationsName | None = None,
-        draft_quantization: QuantizationName | None = None,
+        draft_quantization: DraftQuantizationName | None = None,
         batch_invariant: bool = False,
         **unknown: Never,
     ) -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, Suffix
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, Suffix, building
 from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
-from outrider.kernels.library import available_sets
+from outrider.kernels.library import available_sets, kernel_library
+from outrider.lab.tune.tuner import candidates
 from outrider.loading import hf_modules
 from outrider.model.batch import Segment
 from tests.model import checkpoints
@@ -175,6 +176,32 @@ def test_draft_models_are_rounded_as_the_llm_or_their_settings_say() -> None:
         assert _bits_of_draft(LLM(speculation=SpeculationConfig(method=chosen), **settings)) == bits
     own = draft.replace(quantization="int4-g32")
     assert _bits_of_draft(LLM(speculation=SpeculationConfig(method=own), draft_quantization="int8")) == 4
+
+
+def test_a_large_draft_model_in_a_folder_is_rounded_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel_library() is None:
+        pytest.skip("without kernels rounding saves no time")
+    speculation = SpeculationConfig(method=DraftModel(model=default_model("draft")))
+
+    def bits(**settings: Any) -> int | None:
+        return _bits_of_draft(LLM(speculation=speculation, **settings))
+
+    assert bits(dtype="bfloat16") is None, "a small one is not"
+    monkeypatch.setattr(building, "_LEAST_ROUNDED", 0)
+    assert bits(dtype="bfloat16") == 8
+    assert bits(dtype="float32") is None
+    assert bits(dtype="bfloat16", draft_quantization="none") is None
+    assert bits(dtype="bfloat16", draft_quantization="int4-g32") == 4
+
+
+def test_a_tuning_tries_a_draft_model_of_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, draft = LLM(dtype="bfloat16", kv_cache_tokens=1024), default_model("draft")
+    assert not [way.name for way in candidates(llm, (), draft) if "int4" in way.name]
+    monkeypatch.setattr(building, "_LEAST_ROUNDED", 0)
+    found = {way.name: way.config.method for way in candidates(llm, (), draft)}
+    if kernel_library() is not None:
+        assert found["draft_model k=3 int4"] == DraftModel(model=draft, quantization="int4")
+    assert not [way.name for way in candidates(llm, ("draft_model:3",), draft) if "int4" in way.name]
 
 
 def _bits_of_draft(llm: LLM) -> int | None:

@@ -396,7 +396,9 @@ BOUNDARY_MUTANTS = (
         "return target.norm(hidden) if config.normed and not normed_already else hidden",
         "return hidden",
         "exits_read_what_layers_leave",
-        Refusal("HeadMismatchError", "the hidden states of", "heads bring what the target's layers must leave with its norm"),
+        Refusal(
+            "HeadMismatchError", "the hidden states of", "heads bring what the target's layers must leave with its norm"
+        ),
     ),
     _mutant(
         "an exit reads rows of another node",

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from outrider.cache.state import SequenceState
-from outrider.config import QUANTIZATIONS, DTypeName, QuantizationName
+from outrider.config import QUANTIZATIONS, DraftQuantizationName, DTypeName
 from outrider.draft import Draft
 from outrider.errors import InvalidParameterError, VocabularyMismatchError
 from outrider.loading.loaded_model import LoadedModel
@@ -47,7 +47,7 @@ class DraftModel(Method):
     Attributes:
         model: Local folder or hub id. None takes the LLM's own draft model, the embedded one for the embedded pair.
         dtype: Of its weights; None takes the target's.
-        quantization: How its weights are rounded; None takes what the LLM says of draft models.
+        quantization: How its weights are rounded, "none" for not at all; None takes what the LLM says of draft models.
         revision: Hub revision.
         trust_remote_code: Whether transformers may run code that this checkpoint brings; trust in the target's is another.
         min_confidence: Nothing is drafted behind a token whose own draft probability is smaller. The token itself stays.
@@ -59,7 +59,7 @@ class DraftModel(Method):
 
     model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
     dtype: DTypeName | None = Field(None, description="Use auto, float64, float32, bfloat16, float16 or None.")
-    quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
+    quantization: DraftQuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)}, none or None.")
     revision: str | None = None
     trust_remote_code: bool = False
     min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from time import perf_counter
+from typing import Any
 
+from outrider.building import draft_gains_rounded
+from outrider.config import ModelConfig
 from outrider.errors import OutriderError
 from outrider.govern.costs import CostModel, CostTable
 from outrider.lab.doctor.measure import pass_seconds
@@ -302,6 +305,8 @@ USUAL = (
     "token_recycling:10",
     "auto",
 )
+#: Ways that are tried with a draft model of 4 bits, too, where its checkpoint has more.
+_TRIED_WITH_4_BITS = ("draft_model k=3", "draft_model k=4")
 
 
 def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[DecodingConfig]:
@@ -316,7 +321,19 @@ def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[
         InvalidParameterError: A way is unknown, or needs a draft model.
     """
     chosen = names or [name for name in USUAL if draft_model is not None or not name.startswith("draft_model")]
-    return [_resolved(llm, way) for way in parse_ways(chosen, draft_model)]
+    ways = parse_ways(chosen, draft_model)
+    target = llm.engine.runner.loaded
+    like: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
+    if draft_model is not None and not names and draft_gains_rounded(ModelConfig(model=draft_model, **like)):
+        ways += [_with_4_bits(way) for way in ways if way.name in _TRIED_WITH_4_BITS]
+    return [_resolved(llm, way) for way in ways]
+
+
+def _with_4_bits(way: DecodingConfig) -> DecodingConfig:
+    """The same with a draft model of half the bytes, whose drafts may be refused more often."""
+    assert way.config.method is not None
+    method = way.config.method.replace(quantization="int4")
+    return DecodingConfig(f"{way.name} int4", way.config.replace(method=method))
 
 
 def _resolved(llm: LLM, way: DecodingConfig) -> DecodingConfig:
