@@ -16,7 +16,7 @@ from outrider.lab.prove.own_model import KV_BOUND, CacheAudit
 from outrider.model import memory
 from outrider.propose.draft_model import DraftModel
 from outrider.server.metrics import EngineState
-from tests.model.test_running_states import KINDS, PREDICTION, PROMPT, almost, load, saved
+from tests.model.test_running_states import EXIT, KINDS, PREDICTION, PROMPT, almost, load, saved
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 #: The second and third go on from the first one's prompt, the fourth from what stands on the grid alone.
@@ -137,13 +137,25 @@ def test_a_cancelled_text_is_taken_up_again(fresh: LLM) -> None:
 
 @one_kind
 def test_a_text_that_is_written_leaves_states_on_the_grid(fresh: LLM) -> None:
-    """Rows of drafts that stand go past such places as well as rows of the text."""
+    """Rows of drafts that stand go past such places as well as rows of the text, and rows that a draft has begun."""
     first = fresh.generate(PROMPT, GREEDY, speculation="none")[0].token_ids
-    for way in ("none", PREDICTION):
+    for way in ("none", PREDICTION, EXIT):
         fresh.engine.runner.blocks.reset()
         fresh.generate(PROMPT, GREEDY, speculation=way, prediction=first)
         again = [*PROMPT, *first[:11], 1]
         assert fresh.generate(again, GREEDY, speculation="none")[0].stats.num_cached_tokens == 32
+
+
+@one_kind
+def test_rows_that_drafts_have_begun_leave_the_states_of_other_texts_alone(fresh: LLM) -> None:
+    """Early exit drafting goes past the grid before the target's pass does, which has its other rows alone to compute."""
+    for length in (4, 8):
+        audit, way = CacheAudit(fresh.engine), fresh.resolve(EXIT.replace(num_draft_tokens=1))
+        for place in range(4):
+            fresh.engine.add_request(tuple(PROMPT[place : 2 * place + length]), GREEDY.replace(max_tokens=20), way)
+        audit.run()
+        assert audit.num_checked > 40
+        assert audit.worst <= bound(fresh)
 
 
 @one_kind

@@ -162,6 +162,8 @@ def test_joint_distribution_of_generate(proof, name):
     proof.llm.stats.reset()
     assert proof.prove(BY_NAME[name], 3).measured <= BOUND
     stats = proof.llm.stats
+    if "fault" not in name:
+        assert stats.finished.num_proposer_faults == 0, "drafts that are dropped prove nothing"
     assert CHOSEN.get(name, set()) <= stats.chosen.keys()
     if name.startswith(LOOKUPS):
         assert stats.finished.num_accepted_tokens > 0, "the distribution is that of plain decoding, and proves nothing"

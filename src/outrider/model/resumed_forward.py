@@ -95,9 +95,10 @@ def _behind(segment: Segment, known: PartialChain | None) -> Segment | None:
     count = 0 if known is None else len(known)
     if count == segment.num_rows:
         return None
-    rest = segment.num_rows - count
+    rest, start = segment.num_rows - count, segment.start + count
+    places = tuple(place for place in segment.places if place > start)  # no row of the rest leaves a state before it
     return replace(
-        segment, token_ids=segment.token_ids[count:], start=segment.start + count, logits_from=rest, logits_until=None
+        segment, token_ids=segment.token_ids[count:], start=start, logits_from=rest, logits_until=None, places=places
     )
 
 
