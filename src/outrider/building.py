@@ -17,14 +17,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider import __version__
-from outrider.config import CacheConfig, ModelConfig, SchedulerConfig, default_model
+from outrider.config import CacheConfig, ModelConfig, QuantizationName, SchedulerConfig, default_model
 from outrider.engine.drafting.proposers import ProposerSet
 from outrider.engine.engine import Engine
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError, ProfileMismatchError
 from outrider.kernels.library import kernel_library
-from outrider.loading.configuration import has_rounded_weights, read_needs
+from outrider.loading.configuration import FILE_ROUNDING, has_rounded_weights, read_needs
 from outrider.loading.fit import Needs, needs
-from outrider.loading.gguf.header import is_gguf
+from outrider.loading.gguf.header import is_gguf, may_be_narrowed, read_gguf
 from outrider.loading.loaded_model import LoadedModel
 from outrider.loading.loader import adopt_model, check_given, load_model
 from outrider.loading.sources import check_sources
@@ -371,17 +371,21 @@ def checkpoint_params(loaded: LoadedModel) -> SamplingParams:
 _LEAST_ROUNDED = 64 * 2**20
 
 
-def draft_gains_rounded(settings: ModelConfig) -> bool:
-    """Whether passes of a draft model take less time with rounded weights: they read all of them, and there are many."""
-    if is_gguf(settings.model) or settings.dtype not in ("bfloat16", "float16"):
-        return False
+def usual_draft_rounding(settings: ModelConfig) -> QuantizationName | None:
+    """How a draft model is rounded where nobody says: its passes read all weights, and take less time where these are
+    smaller. None where it would gain little, or cannot be rounded."""
     if settings.device not in (None, "cpu") or kernel_library() is None:
-        return False
+        return None
     try:
+        if is_gguf(settings.model):
+            file = read_gguf(settings.model)
+            return FILE_ROUNDING if may_be_narrowed(file) and file.nbytes >= _LEAST_ROUNDED else None
         found = read_needs(settings)
-        return (found is None or found.weight_bytes >= _LEAST_ROUNDED) and not has_rounded_weights(settings)
+        if found is not None and found.weight_bytes < _LEAST_ROUNDED:
+            return None
+        return "int8" if settings.dtype in ("bfloat16", "float16") and not has_rounded_weights(settings) else None
     except (InputError, ModelError):  # loading says it better
-        return False
+        return None
 
 
 class DraftLoader:
@@ -410,6 +414,7 @@ class DraftLoader:
         self._cache = cache
         self._scheduling = scheduling
         self._runners = WeakSet[ModelRunner]()
+        self._usual_roundings: dict[str, QuantizationName | None] = {}
 
     def __call__(
         self,
@@ -482,8 +487,11 @@ class DraftLoader:
             activations=None,
             batch_invariant=False,  # drafts may differ in their bits: they are guesses
         )
-        usual = rounding is None and model not in self._given and draft_gains_rounded(settings)
-        return settings.replace(quantization="int8") if usual else settings
+        if rounding is None and model not in self._given:
+            if model not in self._usual_roundings:
+                self._usual_roundings[model] = usual_draft_rounding(settings)
+            return settings.replace(quantization=self._usual_roundings[model])
+        return settings
 
     def _is_rounded(self, settings: ModelConfig) -> bool:
         """Whether the weights of a draft model are rounded, or were in its files."""

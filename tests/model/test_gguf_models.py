@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig, building
 from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, OutriderError, UnsupportedModelError
+from outrider.kernels.library import kernel_library
 from outrider.kernels.weights import ExpertStack, stored_weight
 from outrider.lab.convert.gguf import FAMILIES, FileFamily
 from outrider.lab.train.distill import existing, pruned
@@ -198,6 +199,40 @@ def test_context_and_needs_are_read_from_the_header(small: Written) -> None:
         LLM(str(small.path), quantization="int8")
     with pytest.raises(InvalidParameterError, match=r"the context of .* is 160"):
         read_context(ModelConfig(model=str(small.path), max_model_len=200))
+
+
+def test_blocks_of_more_bits_are_rounded_to_four_where_it_is_asked_for_or_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = checkpoints.save("llama", tmp_path / "source", seed=1, **SHAPE | {"head_dim": 64})
+    kinds = {"output.weight": "Q8_0", "token_embd.weight": "Q5_0"}
+    path = str(
+        Written(source, tmp_path / "model.gguf", lambda turn, name: kinds.get(name, ("Q5_0", "Q4_K")[turn % 2])).path
+    )
+
+    def types(**settings: Any) -> set[str]:
+        model = load_model(ModelConfig(model=path, **settings)).model
+        return {stored_weight(module).format.name for module in model.modules() if isinstance(module, torch.nn.Linear)}
+
+    def head_of_draft(**settings: Any) -> str:
+        llm = LLM(
+            path, draft_model=path, speculation=SpeculationConfig(method=DraftModel(), num_draft_tokens=3), **settings
+        )
+        want = llm.generate([PROMPT], GREEDY, speculation="none")[0].token_ids
+        assert llm.generate([PROMPT], GREEDY)[0].token_ids == want
+        proposer: Any = llm.engine.proposers.get(llm.speculation.method)  # type: ignore[arg-type]
+        return str(proposer.runner.backend._kernel.head.format.name)
+
+    assert types() == {"q8_0", "q5_0", "q4_k"}
+    assert types(quantization="int4-g32") == {"q4_0", "q4_k"}
+    if kernel_library() is not None:
+        assert head_of_draft() == "q8_0", "a small draft model stays as it is"
+        monkeypatch.setattr(building, "_LEAST_ROUNDED", 0)
+        assert head_of_draft() == "q4_0"
+        assert head_of_draft(draft_quantization="none") == "q8_0"
+    other = str(Written(source, tmp_path / "other.gguf", ("Q4_K",)).path)
+    with pytest.raises(UnsupportedModelError, match=r"makes Q4_0 of Q5_0 and Q8_0, and no matrix of it"):
+        LLM(other, quantization="int4-g32")
 
 
 def test_factors_of_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:

@@ -681,7 +681,7 @@ def kernels_blocks() -> None:
     """Products of rounded rows with blocks of files against float64."""
     from dataclasses import replace
 
-    from outrider.kernels.gguf_blocks import GGUF_TYPES, stored_blocks, whole_numbers
+    from outrider.kernels.gguf_blocks import GGUF_TYPES, NARROWED_TYPES, stored_blocks, whole_numbers
     from outrider.kernels.library import kernel_library
     from outrider.kernels.packed import PackedWeights
     from outrider.kernels.packed import product as multiply
@@ -696,6 +696,12 @@ def kernels_blocks() -> None:
     codes, scale = torch.randint(0, 16, (70, 768), dtype=torch.uint8), torch.randn(70, 6).half()
     zeros = torch.randint(0, 16, (70, 6), dtype=torch.uint8)
     stored.append(stored_blocks(whole_numbers(4, 128, torch.float16, has_zeros=True), torch.float32, codes, scale, zeros))
+    rows = torch.from_numpy(random_rows("Q5_0"))
+    narrow = [kind.stored(rows, torch.float32) for kind in (GGUF_TYPES["Q5_0"], NARROWED_TYPES["Q5_0"])]
+    wide, four = (each.format.dequantise(each, torch.float32) for each in narrow)
+    assert float((four - wide).norm() / wide.norm()) < 0.08
+    steps = narrow[1].scale.float().repeat_interleave(32, 1)
+    assert abs(float(((four - wide) / steps)[steps.abs() > 1e-5].mean())) < 0.05
     for each in stored:
         each = replace(each, format=replace(each.format, rounds_rows=True))
         packed, weight = PackedWeights(library, each), each.format.dequantise(each, torch.float64)

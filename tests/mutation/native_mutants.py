@@ -541,6 +541,20 @@ NATIVE_MUTANTS = (
         "kernels_blocks",
     ),
     _mutant(
+        "halves of codes that are narrowed are rounded up",
+        "units.inc",
+        "/ (farthest ? step : 1);",
+        "/ (farthest ? step : 1) + .01f;",
+        "kernels_blocks",
+    ),
+    _mutant(
+        "blocks of 5 bits are narrowed without their fifth bits",
+        "units.inc",
+        "    if (block->fifths) NAME(unfold_plane)(block->fifths, 1, 4, block->codes);\n",
+        "",
+        "kernels_blocks",
+    ),
+    _mutant(
         "all columns of a panel of blocks have the codes of the first",
         "pack.inc",
         "memcpy(words + column, rows[column] + 4 * i, 4);",

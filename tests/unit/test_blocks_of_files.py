@@ -15,6 +15,7 @@ from outrider.kernels import gguf_blocks
 from outrider.kernels.formats import StoredWeight, plain
 from outrider.kernels.gguf_blocks import (
     GGUF_TYPES,
+    NARROWED_TYPES,
     Blocks,
     folded_codes,
     in_order,
@@ -118,6 +119,30 @@ def test_units_and_weights_are_those_of_the_stock_operators(instruction_set: str
         assert ours.scale is None or torch.equal(ours.scale.view(torch.int16), stock.scale.view(torch.int16)), which
         for left, right in zip(*weights, strict=True):
             assert torch.equal(left.view(torch.int16), right.view(torch.int16)), which
+
+
+@pytest.mark.parametrize("name", NARROWED_TYPES)
+def test_blocks_become_the_nearest_ones_of_4_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every instruction set and with stock operators alike. Halves go to even codes, so that errors have no sign."""
+    rows = random_rows(name)
+    rows.reshape(-1, GGUF_TYPES[name].nbytes)[3, 2:] = 255 if name == "Q5_0" else 0  # all numbers of a block are equal
+    found = []
+    for library in (*(kernels_for(instruction_set) for instruction_set in available_sets()), None):
+        monkeypatch.setattr(gguf_blocks, "kernel_library", lambda library=library: library)
+        found.append(NARROWED_TYPES[name].stored(torch.from_numpy(rows), torch.float32))
+    for each in found:
+        assert torch.equal(each.data, found[-1].data)
+        assert torch.equal(each.scale.view(torch.int16), found[-1].scale.view(torch.int16))
+    assert found[0].format is GGUF_TYPES["Q4_0"].format
+    want = torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])).reshape(-1, 32)
+    got = found[0].format.dequantise(found[0], torch.float32).reshape(-1, 32)
+    steps = found[0].scale.float().reshape(-1, 1)
+    clear = steps[:, 0].abs() > 1e-5  # smaller ones are no normal numbers of 16 bits
+    errors = torch.where(clear[:, None], (got - want) / steps, 0.0)
+    inside = got.abs() < 6.9 * steps.abs()  # there is a code 8 steps below 0, and none 8 steps above it
+    assert errors[clear].abs().max() < 1.02
+    assert errors[clear][inside[clear]].abs().max() < 0.51
+    assert abs(errors[clear][inside[clear]].mean()) < 0.005
 
 
 @needs_kernels

@@ -69,7 +69,7 @@ DType = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or fl
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Backend = Annotated[str, typer.Option("--attention-backend", help="auto, fused, paged or gather.")]
 DraftQuantization = Annotated[
-    str | None, typer.Option(help="The same for draft models: int8 is usual for those in folders, none rounds nothing.")
+    str | None, typer.Option(help="The same for draft models: int8 or 4 bits are usual, none rounds nothing.")
 ]
 Activations = Annotated[
     str | None,

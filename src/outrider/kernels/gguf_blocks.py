@@ -462,6 +462,23 @@ def _f16(blocks: Tensor) -> _Parts:
     return blocks.contiguous().view(torch.int16), None, None
 
 
+def _narrowed(middle: int, parted: Callable[[Tensor], _Parts]) -> Callable[[Tensor], _Parts]:
+    """Parts of blocks whose codes are rounded to 4 bits. The number that is farthest from 0 becomes the code 0, and those
+    between two codes take the even one, so that sums of many are neither larger nor smaller."""
+
+    def found(blocks: Tensor) -> _Parts:
+        codes, scale, _ = parted(blocks)
+        assert scale is not None
+        numbers = codes.to(torch.float32) - middle
+        least, most = numbers.aminmax(dim=1, keepdim=True)
+        farthest = torch.where(-least >= most, least, most)
+        step = farthest / -8
+        narrow = torch.where(farthest == 0, 0.0, numbers / step).round() + 8
+        return narrow.clamp_max(15).to(torch.uint8), (scale.float() * step).half(), None
+
+    return found
+
+
 def _blocks(name: str, bits: int, group: int, subtracted: int = 0, **details: object) -> Blocks:
     return Blocks(name, group, code_bits=bits, subtracted=subtracted, scales=Scales.HALF, **details)  # type: ignore[arg-type]
 
@@ -483,4 +500,11 @@ GGUF_TYPES = {
     "Q6_K": GgufType(14, _blocks("q6_k", 6, 256, 32, part=16), 256, 210, _q6_k),
     "IQ4_NL": GgufType(20, _blocks("iq4_nl", 4, 32, values=BlockValues.NL), 32, 18, _iq4_nl),
     "MXFP4": GgufType(39, Blocks("mxfp4", 32, code_bits=4, values=BlockValues.MX, scales=Scales.BF16), 32, 17, _mxfp4),
+}
+#: Types of more than 4 bits, as they are read where 4 bits are enough.
+NARROWED_TYPES = {
+    name: replace(
+        GGUF_TYPES[name], format=GGUF_TYPES["Q4_0"].format, parted=_narrowed(2 ** (bits - 1), GGUF_TYPES[name].parted)
+    )
+    for name, bits in (("Q5_0", 5), ("Q8_0", 8))
 }

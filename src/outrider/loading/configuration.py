@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from outrider.config import ModelConfig
+from outrider.config import ModelConfig, QuantizationName
 from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.library import kernel_library
 from outrider.loading import hf_modules
@@ -14,12 +14,15 @@ from outrider.loading.exclusive import attempt
 from outrider.loading.file_limits import check_file_limit
 from outrider.loading.fit import Needs, needs, stored_tensors
 from outrider.loading.gguf.architecture import read_config
-from outrider.loading.gguf.header import GgufFile, is_gguf, mixes_rows, read_gguf, rows_may_be_rounded
+from outrider.loading.gguf.header import GgufFile, is_gguf, may_be_narrowed, mixes_rows, read_gguf, rows_may_be_rounded
 from outrider.loading.loaded_model import LONGEST_TEXT
 from outrider.loading.quantised import declared, layout_of
 from outrider.loading.sources import check_files, source_options
 
 logger = logging.getLogger(__name__)
+
+#: How blocks of a file may be rounded again: those of Q5_0 and Q8_0 become Q4_0, numbers of 4 bits in groups of 32.
+FILE_ROUNDING: QuantizationName = "int4-g32"
 
 
 def read_context(config: ModelConfig) -> int:
@@ -75,14 +78,22 @@ def read_hf_config(config: ModelConfig, source: dict[str, Any]) -> Any:
 
 
 def read_file_config(config: ModelConfig, file: GgufFile) -> Any:
-    """The configuration that a file describes. It is quantised already, so it is not rounded again."""
+    """The configuration that a file describes. It is quantised already, so it is not rounded again, but for blocks of 5 and
+    8 bits that may become blocks of 4.
+
+    Raises:
+        UnsupportedModelError: Another rounding is asked for.
+    """
     found = read_config(file)
-    if config.quantization is not None:
+    if config.quantization not in (None, FILE_ROUNDING):
         raise UnsupportedModelError(
             config.model,
             f"its weights are in blocks already, and quantization={config.quantization!r} would round them again",
-            "Leave quantization out.",
+            f"Leave quantization out, or use {FILE_ROUNDING}, which makes Q4_0 of Q5_0 and Q8_0.",
         )
+    if config.quantization is not None and not may_be_narrowed(file):
+        problem = f"quantization={config.quantization!r} makes Q4_0 of Q5_0 and Q8_0, and no matrix of it has these types"
+        raise UnsupportedModelError(config.model, problem, "Leave quantization out.")
     check_rounded_rows(config, brought=rows_may_be_rounded(file))
     return found
 
@@ -170,10 +181,10 @@ def has_rounded_weights(config: ModelConfig) -> bool:
         ModelLoadError: Not on the hub, or unreadable.
         UnsupportedModelError: Not a causal decoder.
     """
-    if config.quantization is not None:
-        return True
     if is_gguf(config.model):
         return rows_may_be_rounded(read_gguf(config.model))
+    if config.quantization is not None:
+        return True
     plain = config.replace(activations=None)
     layout = layout_of(config.model, read_hf_config(plain, source_options(plain)))
     return layout is not None and layout.stays_rounded

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
-from outrider.building import draft_gains_rounded
+from outrider.building import usual_draft_rounding
 from outrider.config import ModelConfig
 from outrider.errors import OutriderError
 from outrider.govern.costs import CostModel, CostTable
@@ -324,7 +324,7 @@ def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[
     ways = parse_ways(chosen, draft_model)
     target = llm.engine.runner.loaded
     like: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
-    if draft_model is not None and not names and draft_gains_rounded(ModelConfig(model=draft_model, **like)):
+    if draft_model is not None and not names and usual_draft_rounding(ModelConfig(model=draft_model, **like)) == "int8":
         ways += [_with_4_bits(way) for way in ways if way.name in _TRIED_WITH_4_BITS]
     return [_resolved(llm, way) for way in ways]
 

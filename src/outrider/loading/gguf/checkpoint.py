@@ -36,13 +36,14 @@ class GgufCheckpoint:
     Args:
         file: The file.
         config: transformers' configuration of it.
+        narrow: Whether matrices in blocks of Q5_0 and Q8_0 are rounded to Q4_0.
 
     Raises:
         UnsupportedModelError: It has a tensor that is not known of its architecture.
     """
 
-    def __init__(self, file: GgufFile, config: Any) -> None:
-        self._file, self._config = file, config
+    def __init__(self, file: GgufFile, config: Any, *, narrow: bool = False) -> None:
+        self._file, self._config, self._narrow = file, config, narrow
         self._known = architecture_of(file)
         self._tensors: dict[str, GgufTensor] = {}
         for name, tensor in file.tensors.items():
@@ -155,7 +156,9 @@ class GgufCheckpoint:
         return values if order is None else values[order]
 
     def _stored(self, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
-        return stored_tensor(self._file.path, tensor, dtype, self._order(tensor))
+        only_looked_up = tensor.name == "token_embd.weight" and not self._config.tie_word_embeddings
+        narrow = self._narrow and not only_looked_up
+        return stored_tensor(self._file.path, tensor, dtype, self._order(tensor), narrow=narrow)
 
     def _order(self, tensor: GgufTensor) -> Tensor | None:
         return row_order(self._known, tensor.name, self._config)

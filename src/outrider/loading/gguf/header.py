@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.kernels.formats import StoredWeight
-from outrider.kernels.gguf_blocks import GGUF_TYPES
+from outrider.kernels.gguf_blocks import GGUF_TYPES, NARROWED_TYPES
 from outrider.kernels.packed import release
 from outrider.kernels.rounding import parts
 
@@ -466,6 +466,11 @@ def rows_may_be_rounded(file: GgufFile) -> bool:
     return any(takes_rounded_rows(tensor) for tensor in file.tensors.values())
 
 
+def may_be_narrowed(file: GgufFile) -> bool:
+    """Whether there are matrices of a file in blocks of 5 or 8 bits, which may be rounded to blocks of 4."""
+    return any(is_packed(tensor) and tensor.type in NARROWED_TYPES for tensor in file.tensors.values())
+
+
 #: Matrices that the kernels multiply the same rows with, in one form.
 _TOGETHER = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))
 
@@ -483,15 +488,19 @@ def takes_rounded_rows(tensor: GgufTensor) -> bool:
     return is_packed(tensor) and GGUF_TYPES[tensor.type].format.may_round_rows
 
 
-def stored_tensor(path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tensor | None = None) -> StoredWeight:
+def stored_tensor(
+    path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tensor | None = None, *, narrow: bool = False
+) -> StoredWeight:
     """The weights of a tensor for which `is_packed` holds, which stand for `dtype`: [out_features, in_features], or with
-    [num_experts] before it. `order` are the rows of the file in the order that is wanted.
+    [num_experts] before it. `order` are the rows of the file in the order that is wanted. With `narrow`, blocks of Q5_0 and
+    Q8_0 are rounded to Q4_0.
 
     Raises:
         ModelLoadError: Numbers are not finite.
     """
     rows = tensor.rows()
-    stored = GGUF_TYPES[tensor.type].stored(rows if order is None else rows[order], dtype)
+    known = (NARROWED_TYPES if narrow else GGUF_TYPES).get(tensor.type, GGUF_TYPES[tensor.type])
+    stored = known.stored(rows if order is None else rows[order], dtype)
     release(rows)
     halves = torch.bfloat16 if tensor.type == "BF16" else torch.float16
     numbers = stored.data.view(halves) if stored.scale is None else stored.scale  # no copy in float32
