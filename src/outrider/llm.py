@@ -104,8 +104,8 @@ class LLM:
             not as near to the original. "none" does not. None does so for GGUF files with blocks, as llama.cpp does, where
             our kernels compute them on a CPU.
         draft_quantization: What quantization is, for draft models, whose own settings may say otherwise. None rounds them
-            where that makes them faster: those of 16 bits in folders to "int8", and those in files to blocks of 4 bits. "none"
-            does not.
+            where that makes them faster: those of 16 bits in folders to "int8", those in files to blocks of 4 bits. "none"
+            rounds none.
         batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Free where
             our kernels run the model; elsewhere every row is computed alone, which is slow. On a GPU it is refused.
 
