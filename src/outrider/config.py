@@ -122,8 +122,8 @@ class ModelConfig(Frozen):
             or "auto", which probes at load.
         max_model_len: Longest sequence, prompt and output together; None takes the checkpoint's context.
         quantization: How the linear layers' weights are rounded at load, or None. In a GGUF file, "int4-g32"
-            makes Q4_0 of matrices in blocks of Q5_0 and Q8_0, and no other is taken. "int8" has a scale for each output, and
-            "int8-g32", "int8-g64" and "int8-g128" have one for each group of inputs. "int4-g32", "int4-g64" and
+            makes Q4_0 of matrices in blocks of Q5_0 and Q8_0. "int8" has a scale for each output, and "int8-g32",
+            "int8-g64" and "int8-g128" have one for each group of inputs. "int4-g32", "int4-g64" and
             "int4-g128" ("int4" for short) take half as much, and with "-asym" each group has a zero point, too. The model
             that is decoded losslessly is then the rounded one.
         activations: "int8" rounds what enters a product with rounded weights to whole numbers of 8 bits, too, row by row
@@ -133,8 +133,8 @@ class ModelConfig(Frozen):
             CPU, as llama.cpp does, and "none" for all else.
         draft_quantization: How the weights of its draft models are rounded, unless their own settings say it. "none" rounds
             none. None is "int8" for a draft model of 16 bits in a folder and "int4-g32" for one in a file, where our
-            kernels compute it on a CPU and it is not small. A rounded draft may be refused a little more often, but no text changes
-            its distribution.
+            kernels compute it on a CPU and it is not small. A rounded draft may be refused a little more often, but no text
+            changes its distribution.
         batch_invariant: Whether a token's bits must not depend on batch, chunk or draft.
     """
 
