@@ -16,6 +16,7 @@ from outrider.engine.drafting import choosing
 from outrider.errors import InputError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.decision import Decision
+from outrider.govern.exploration import ExplorationBudget
 from outrider.govern.governor import HOLDS, Governor
 from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.model import keeping
@@ -80,6 +81,33 @@ def test_it_writes_what_plain_decoding_writes(pair: tuple[str, str], kind: str, 
         assert sum(output.stats.num_proposer_faults for output in chosen) == 0
         llm.engine.check_integrity()
         llm.engine.check_rest()
+
+
+def test_the_time_of_a_draft_model_that_drafts_with_the_rows_of_a_lookup_is_its_own(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lookup has all rows of a step and finds nothing, so the draft model has them."""
+    model, silent = {"method": "draft_model", "model": pair[1]}, {**LOOKUP, "min_match": 5}
+    works, planned = list[StepWork](), list[StepWork]()
+    observe, begin = Governor.observe_step, ExplorationBudget.begin_step
+
+    def note(self: Governor, work: StepWork, times: StepTimes) -> None:
+        works.append(work)
+        observe(self, work, times)
+
+    def note_plan(self: ExplorationBudget, work: StepWork, *others: Any) -> bool:
+        planned.append(work)
+        return begin(self, work, *others)
+
+    monkeypatch.setattr(Governor, "observe_step", note)
+    monkeypatch.setattr(ExplorationBudget, "begin_step", note_plan)
+    members = [{**member, "num_draft_tokens": 3} for member in (silent, model)]
+    with chosen_for(pair[0], {"method": "then", "methods": members, "num_draft_tokens": 3}) as llm:
+        llm.generate([[0]], SamplingParams(max_tokens=30, temperature=0.0))
+    for found in (works, planned):
+        drafted = [{each.method: each.levels for each in work.drafts} for work in found if work.drafts]
+        assert drafted[0] == {"ngram": 3, "draft_model": 3}
+        assert all("draft_model" in levels for levels in drafted)
 
 
 def test_one_draft_model_is_loaded_once_and_has_one_memory(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

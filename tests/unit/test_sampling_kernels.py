@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.kernels.library import available_sets
 from outrider.params import SamplingParams
 from outrider.verify import noise
-from outrider.verify.logits import target_probs
+from outrider.verify.logits import argmax, target_probs
 from outrider.verify.rules import block_acceptance, residual
 from tests.kernel_sets import instruction_sets
 
@@ -57,6 +57,20 @@ def test_probabilities_are_the_stock_ones(seed: int, rows: list[SamplingParams],
     logits[torch.rand(logits.shape, generator=generator) < 0.1] = float("-inf")
     logits[:, 0] = 0.5
     assert_same_probs(logits, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 7, 64, 500, 1025])
+def test_the_likeliest_are_the_first_of_the_largest(size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(40, 2 * size, dtype=dtype).mul_(2).round_()[:, ::2][:, :size]
+    rows = torch.cat(
+        [logits.contiguous(), torch.full((1, size), float("-inf"), dtype=dtype), torch.zeros(1, size, dtype=dtype)]
+    )
+    for values in (rows, logits, rows[:, : max(1, size - 1)]):
+        want = with_kernels("off", argmax, values)
+        assert all(int(place) == values[row].tolist().index(values[row].max()) for row, place in enumerate(want))
+        for name in SETS:
+            assert torch.equal(with_kernels(name, argmax, values), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

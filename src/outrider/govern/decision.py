@@ -336,6 +336,17 @@ class MemberDraft:
     scores: Sequence[float]
 
 
+def _most_levels(candidates: Mapping[str, MethodCandidate], name: str, rows: int) -> Iterator[tuple[str, int]]:
+    """Who may draft where a method has so many rows, and how many tokens: lookups may leave all of theirs over."""
+    chosen, spare = candidates[name], 0
+    shares = [rows] if chosen.composite is None else chosen.composite.shares(rows)
+    for member, own in zip(chosen.members, shares, strict=True):
+        length = own + spare
+        spare = length if candidates[member].lookup else 0
+        if length:
+            yield member, length
+
+
 def most_work(
     candidates: Mapping[str, MethodCandidate], running: Sequence[Running], decisions: Mapping[int, Decision], at_once: int
 ) -> StepWork:
@@ -351,7 +362,7 @@ def most_work(
     for each in running:
         decision = decisions[each.request]
         if decision.method is not None:
-            for member, length in candidates[decision.method].shares(decision.num_draft_tokens):
+            for member, length in _most_levels(candidates, decision.method, decision.num_draft_tokens):
                 reads = candidates[member].reads(each, at_once)
                 found.setdefault((decision.method, member), []).append((length, reads))
     drafts = tuple(

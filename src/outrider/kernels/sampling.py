@@ -88,6 +88,11 @@ def invert(probs: Tensor, noise: Tensor) -> Tensor:
     return _drawn("invert", probs, noise)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The place of the largest entry of each row [n], on a CPU; the lowest one among equals."""
+    return _drawn("likeliest", logits, None)
+
+
 def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
     """The sums [b, n] of max(weight * target - draft, 0) over rows of probabilities [b, n, vocab_size]."""
     if runs_on(target.device):
@@ -110,11 +115,12 @@ def owed_probs(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
     return probs
 
 
-def _drawn(name: str, probs: Tensor, noise: Tensor) -> Tensor:
+def _drawn(name: str, probs: Tensor, noise: Tensor | None) -> Tensor:
     probs = probs if probs.stride(-1) == 1 else probs.contiguous()
     tokens = torch.empty(len(probs), dtype=torch.int64)
-    bits = noise.contiguous()
-    call = DrawCall(*probs.shape, probs.data_ptr(), probs.stride(0), bits.data_ptr(), tokens.data_ptr())
+    bits = None if noise is None else noise.contiguous()
+    address = None if bits is None else bits.data_ptr()
+    call = DrawCall(*probs.shape, probs.data_ptr(), probs.stride(0), address, tokens.data_ptr())
     _run(name, probs.dtype, call)
     return tokens
 

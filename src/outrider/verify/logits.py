@@ -49,7 +49,9 @@ def target_probs(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Largest entry of each row [n], the lowest id among equals on every device."""
+    """Largest entry of each row [n] of logits [n, vocab_size], the lowest id among equals on every device."""
+    if logits.device.type == "cpu" and sampling.usable(logits):
+        return sampling.likeliest(logits)
     return (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
 
 

@@ -347,15 +347,17 @@ class MethodChoice:
         )
 
     def _work(self, items: Seq[ScheduledSequence], drafts: Seq[StepDraft]) -> StepWork:
-        """What a step did, by member."""
+        """What a step did, by member. A member may have had rows that those before it left over."""
         found: dict[tuple[str, str], list[int]] = {}
-        for item in items:
+        for item, step in zip(items, drafts, strict=True):
             decision, choice_set = self.decisions.get(item.seq.seq_id), self._of[item.seq.seq_id]
             if decision is not None and decision.method is not None and item.turns:
                 members = choice_set.governor.candidates[decision.method].members
-                for name, turn in zip(members, item.turns, strict=True):
-                    if turn.budget:
-                        found.setdefault((decision.method, name), []).append(turn.budget)
+                drafted = {part.turn: len(part.draft) for part in step.parts if part.drafter is not None}
+                for place, (name, turn) in enumerate(zip(members, item.turns, strict=True)):
+                    levels = max(turn.budget, drafted.get(place, 0))
+                    if levels:
+                        found.setdefault((decision.method, name), []).append(levels)
         work = tuple(
             DraftWork(name, len(asked), max(asked), chosen="" if chosen == name else chosen)
             for (chosen, name), asked in sorted(found.items())
