@@ -107,7 +107,7 @@ def test_the_time_of_a_draft_model_that_drafts_with_the_rows_of_a_lookup_is_its_
     for found in (works, planned):
         drafted = [{each.method: each.levels for each in work.drafts} for work in found if work.drafts]
         assert drafted[0] == {"ngram": 3, "draft_model": 3}
-        assert all("draft_model" in levels for levels in drafted)
+    assert all(len(work.drafts) == 2 for work in planned if work.drafts), "a lookup may find nothing in any step"
 
 
 def test_one_draft_model_is_loaded_once_and_has_one_memory(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
