@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import sampling
+from outrider.kernels.library import kernel_library
 from outrider.params import Logprob, PositionLogprobs, SamplingParams
 
 # --- Turns logits into probabilities; the only place, for the target and for model proposers.
@@ -50,7 +51,7 @@ def target_probs(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
 
 def argmax(logits: Tensor) -> Tensor:
     """Largest entry of each row [n] of logits [n, vocab_size], the lowest id among equals on every device."""
-    if logits.device.type == "cpu" and sampling.usable(logits):
+    if logits.device.type == "cpu" and kernel_library() is not None and sampling.usable(logits):
         return sampling.likeliest(logits)
     return (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
 
