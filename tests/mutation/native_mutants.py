@@ -541,6 +541,13 @@ NATIVE_MUTANTS = (
         "kernels_blocks",
     ),
     _mutant(
+        "the likeliest token is looked for behind the last whole block alone",
+        "sampling.inc",
+        "        if (any) break;\n",
+        "",
+        "kernels_laws",
+    ),
+    _mutant(
         "halves of codes that are narrowed are rounded up",
         "units.inc",
         "/ (farthest ? step : 1);",

@@ -261,12 +261,6 @@ class MethodCandidate:
         """The methods that draft where it is chosen, in the order of their turns."""
         return (self.name,) if self.composite is None else self.composite.together.members
 
-    def shares(self, rows: int) -> list[tuple[str, int]]:
-        """Who drafts where it has so many rows, and how many tokens."""
-        if self.composite is None:
-            return [(self.name, rows)]
-        return [(name, own) for name, own in zip(self.members, self.composite.shares(rows), strict=True) if own]
-
     def reads(self, running: Running, at_once: int) -> int:
         """Tokens that its own model reads in the coming step, `at_once` at most: those that no draft has read."""
         lag = running.lags.get(self.name, 0)
@@ -336,7 +330,7 @@ class MemberDraft:
     scores: Sequence[float]
 
 
-def _most_levels(candidates: Mapping[str, MethodCandidate], name: str, rows: int) -> Iterator[tuple[str, int]]:
+def most_levels(candidates: Mapping[str, MethodCandidate], name: str, rows: int) -> Iterator[tuple[str, int]]:
     """Who may draft where a method has so many rows, and how many tokens: lookups may leave all of theirs over."""
     chosen, spare = candidates[name], 0
     shares = [rows] if chosen.composite is None else chosen.composite.shares(rows)
@@ -362,7 +356,7 @@ def most_work(
     for each in running:
         decision = decisions[each.request]
         if decision.method is not None:
-            for member, length in _most_levels(candidates, decision.method, decision.num_draft_tokens):
+            for member, length in most_levels(candidates, decision.method, decision.num_draft_tokens):
                 reads = candidates[member].reads(each, at_once)
                 found.setdefault((decision.method, member), []).append((length, reads))
     drafts = tuple(

@@ -12,7 +12,16 @@ from collections.abc import Hashable, Sequence
 from outrider.govern.acceptance import AcceptanceModel, Outlook
 from outrider.govern.choice import Chooser, DraftPlan, Option, Text, UnreadTokens
 from outrider.govern.costs import CostModel, CostTable, StepTimes, StepWork
-from outrider.govern.decision import Decision, Differences, MemberDraft, MethodCandidate, Running, forecast, most_work
+from outrider.govern.decision import (
+    Decision,
+    Differences,
+    MemberDraft,
+    MethodCandidate,
+    Running,
+    forecast,
+    most_levels,
+    most_work,
+)
 from outrider.govern.exploration import BatchKnowledgeTable, ExplorationBudget
 from outrider.govern.shadows import Places, Shadow, Shadows
 
@@ -185,9 +194,9 @@ class Governor:
         costs = self._here.costs
         row = costs.step_seconds(before + 1, 0) - costs.step_seconds(before, 0)
         for request, (method, rows) in self._plan.rows.items():
-            outlook, candidate = self._outlooks[request, method], self.candidates[method]
-            level = sum(costs.draft_seconds(name, 1, own) for name, own in candidate.shares(rows + 1))
-            level -= sum(costs.draft_seconds(name, 1, own) for name, own in candidate.shares(rows))
+            outlook = self._outlooks[request, method]
+            level = sum(costs.draft_seconds(name, 1, own) for name, own in most_levels(self.candidates, method, rows + 1))
+            level -= sum(costs.draft_seconds(name, 1, own) for name, own in most_levels(self.candidates, method, rows))
             worth = self._worths.get(request, 1.0)
             extra += level + outlook.exists_at(rows) * (row - worth * outlook.reach(rows) / self._plan.rate)
         return max(_LONGER_EVERY, round(extra / (_LONGER_SHARE * self._plan.seconds)))

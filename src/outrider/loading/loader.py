@@ -185,7 +185,7 @@ def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device,
     check_fit(config, hf_config, device, kv_tokens, file.nbytes)
     own_tokenizer = read_gguf_tokenizer(file) if tokenizer is None else given_tokenizer(tokenizer)
     checkpoint = GgufCheckpoint(file, hf_config, narrow=config.quantization is not None)
-    config = config.replace(quantization=None)  # which blocks are rounded to as they are read
+    config = config.replace(quantization=None)  # the checkpoint rounds blocks as it reads them
     with exclusive_transformers():
         empty = _empty_model(config, hf_config, {})
         checkpoint.check(empty)

@@ -467,8 +467,9 @@ def rows_may_be_rounded(file: GgufFile) -> bool:
 
 
 def may_be_narrowed(file: GgufFile) -> bool:
-    """Whether there are matrices of a file in blocks of 5 or 8 bits, which may be rounded to blocks of 4."""
-    return any(is_packed(tensor) and tensor.type in NARROWED_TYPES for tensor in file.tensors.values())
+    """Whether there are matrices of a file, experts aside, in blocks of 5 or 8 bits that may be rounded to blocks of 4."""
+    found = (tensor for tensor in file.tensors.values() if tensor.type in NARROWED_TYPES)
+    return any(is_packed(tensor) and len(tensor.shape) == 2 for tensor in found)
 
 
 #: Matrices that the kernels multiply the same rows with, in one form.
