@@ -48,6 +48,11 @@ def told(
     return "".join(each.content for each in found), [(name, json.loads(arguments)) for name, arguments in calls]
 
 
+def heard_by(form: ToolForm, text: str) -> list[Any]:
+    listener = ToolListener(form, schemas=SCHEMAS)
+    return [listener.hear(text), listener.finish()]
+
+
 def check(form: ToolForm, text: str, want: tuple[str, Calls], **how: Any) -> None:
     """Whole, in two pieces wherever it is cut, and character by character; told whole and in parts."""
     for in_parts in (False, True):
@@ -241,6 +246,8 @@ def test_a_text_that_ends_within_a_call_tells_no_call_at_once_and_what_there_is_
         ("pythonic", '<|python_start|>[a.add(ok=True, text="\\"x")]<|python_end|>', "",
          [("a.add", {"ok": True, "text": '"x'})]),
         ("pythonic", "[add(n=1)] is a call", None, []),
+        ("pythonic", '[get-weather(from="x", my-key=[true, null],), f.g()]', "",
+         [("get-weather", {"from": "x", "my-key": [True, None]}), ("f.g", {})]),
         ("pythonic", "[1, 2, 3]", None, []),
         ("pythonic", "[add(n=open('x'))]", None, []),
         ("pythonic", "[add(1)]", None, []),
@@ -334,3 +341,50 @@ def test_the_chat_template_tells_the_form(template: str, form: ToolForm) -> None
     for none in (None, "", template, "{% if tools %}<functions>"):
         with pytest.raises(UnsupportedParameterError):
             tool_form(none)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": name, "parameters": {}}]<|END_ACTION|>',  # Command R
+        "'<|tool|>' + (tool['function']['parameters'] | tojson) + '<|/tool|>'",
+        "<seed:tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>",
+        'within <tool_call> tags: <tool_calls>[{"name": <function-name-1>, "arguments": <args-dict-1>}]</tool_calls>',
+    ],
+)
+def test_a_form_that_only_looks_like_one_that_is_known_is_refused(template: str) -> None:
+    with pytest.raises(UnsupportedParameterError, match="--tool-parser"):
+        tool_form("{% if tools %}" + template)
+
+
+def test_values_are_those_of_a_schema_that_refers_to_definitions() -> None:
+    level = {"Level": {"enum": ["1", "2"]}, "Size": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "string"}]}}
+    properties = {"level": {"$ref": "#/$defs/Level"}, "size": {"anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}]}}
+    listener = ToolListener("qwen", schemas={"f": {"properties": properties, "$defs": level}})
+    (call,) = [*listener.hear(qwen("f", {"level": "1", "size": "2"})).calls, *listener.finish().calls]
+    assert json.loads(call["function"]["arguments"]) == {"level": "1", "size": "2"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": ["a"]},
+        {"properties": {"a": {"type": [5, ["string"]]}}},
+        {"properties": {"a": {"type": 5}}},
+        {"properties": {"a": {"anyOf": 5, "enum": 6}}},
+        {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    ],
+)
+def test_a_malformed_schema_is_passed_over_where_calls_are_only_heard(schema: dict[str, Any]) -> None:
+    listener = ToolListener("glm", schemas={"f": schema})
+    (call,) = [*listener.hear(glm("f", {"a": 1})).calls, *listener.finish().calls]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have_are_no_numbers(number: str) -> None:
+    for form, text in (("qwen", qwen("add", {"n": number})), ("gemma", f"<|tool_call>call:add{{n:{number}}}<tool_call|>")):
+        (call,) = [each for heard in heard_by(form, text) for each in heard.calls]
+        found = json.loads(call["function"]["arguments"])
+        assert found == {"n": number}, "it stays a text"
+    check("pythonic", f"[add(n={number})]", (f"[add(n={number})]", []))

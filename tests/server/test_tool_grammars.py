@@ -194,9 +194,17 @@ def test_a_call_that_is_required_comes_in_every_form(form: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("form", ["qwen", "glm", "gemma", "pythonic"])
 def test_what_a_text_without_quotes_cannot_be_held_to_is_refused_by_name(form: ToolForm) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}}
-    with pytest.raises(UnsupportedParameterError, match="'pattern' of a text cannot be required"):
-        calls_grammar(form, {"f": schema}, several=False)
+    text = {"type": "string"}
+    refused = {
+        "'pattern' of a text": {"properties": {"a": {**text, "pattern": "x+"}}},
+        "'anyOf' of an object": {"properties": {"a": text, "b": text}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        "'a', which has no schema,": {"required": ["a"]},
+    }
+    for what, schema in refused.items():
+        with pytest.raises(UnsupportedParameterError, match=f"{what} cannot be required"):
+            calls_grammar(form, {"f": {"type": "object", **schema}}, several=False)
+    annotated = {**text, "deprecated": True, "nullable": True, "x-order": 1, "examples": ["a"], "format": "path"}
+    assert calls_grammar(form, {"f": {"type": "object", "properties": {"a": annotated}}}, several=False)
 
 
 @pytest.mark.parametrize("form", ["qwen", "gemma", "pythonic"])
@@ -205,3 +213,44 @@ def test_the_length_of_a_text_is_held(form: ToolForm, tokenizer: Any) -> None:
     grammar, (_, write, _) = calls_grammar(form, {"f": schema}, several=False), WRITERS[form]
     assert taken(tokenizer, grammar, write("f", {"a": "ab"}))
     assert not taken(tokenizer, grammar, write("f", {"a": "abc"}))
+
+
+@pytest.mark.parametrize("form", ["qwen", "glm", "gemma", "pythonic", "deepseek", "hermes"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": ["a"]},
+        {"type": "object", "properties": {"a": 5}},
+        {"type": "object", "properties": {"a": {"type": 5}}},
+        {"type": "object", "properties": {"a": {"type": "string", "minLength": "x"}}},
+        {"type": "object", "properties": {"a": {"anyOf": 5}}},
+        {"type": "object", "properties": {"a": {"enum": 5}}},
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "string"}, "minItems": "x"}}},
+        {"type": "object", "properties": {"a": {"type": "string"}}, "required": 5},
+    ],
+)
+def test_a_malformed_schema_is_left_to_the_library_which_refuses_it(form: ToolForm, schema: Any, tokenizer: Any) -> None:
+    grammar = calls_grammar(form, {"f": schema}, several=False, template="｜DSML｜" if form == "deepseek" else "")
+    matcher = llguidance.LLMatcher(from_tokenizer(tokenizer), llguidance.LLMatcher.grammar_from_lark(grammar))
+    assert matcher.is_error(), grammar
+
+
+@pytest.mark.parametrize("name", ["pythonic", "qwen", "gemma"])
+def test_names_may_be_words_of_a_language_or_have_signs(name: str, tokenizer: Any) -> None:
+    form, write, _ = WRITERS[name]
+    properties = {each: {"type": "string"} for each in ("from", "my-key", "größe")}
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    text = write("get-weather", dict.fromkeys(properties, "x"))
+    assert taken(tokenizer, calls_grammar(form, {"get-weather": schema}, several=False), text)
+    listener = ToolListener(form, schemas={"get-weather": schema}, only_calls=True)
+    (call,) = [each for heard in (listener.hear(text), listener.finish()) for each in heard.calls]
+    assert json.loads(call["function"]["arguments"]) == dict.fromkeys(properties, "x")
+
+
+@pytest.mark.parametrize(
+    ("form", "key"), [("pythonic", "a b"), ("pythonic", "a=b"), ("qwen", "a>b"), ("gemma", "xml:lang")]
+)
+def test_a_name_that_could_not_be_heard_is_refused(form: ToolForm, key: str) -> None:
+    schema = {"type": "object", "properties": {key: {"type": "string"}}}
+    with pytest.raises(UnsupportedParameterError, match="name"):
+        calls_grammar(form, {"f": schema}, several=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from typing import Any, Literal
 
 from outrider.errors import UnsupportedParameterError
 from outrider.server.tool_reader import MOST, Reader, Steps, loads, no_call
+from outrider.server.tool_values import from_python, kinds_of, properties_of, resolved, typed
 
 #: What the arguments of functions look like, by name.
 Schemas = Mapping[str, dict[str, Any]]
@@ -218,17 +217,18 @@ def _tagged(tags: Tags, read: Reader, schemas: Schemas) -> Steps[None]:
         yield from read.expect(tags.before_name)
         name = yield from read.name()
         yield from read.expect(tags.behind_name)
-        properties = (schemas.get(name) or {}).get("properties") or {}
+        schema = schemas.get(name)
+        properties = properties_of(resolved(schema, schema))
         arguments: dict[str, Any] = {}
         yield from read.space()
         while (yield from read.expect(tags.key, tags.end)) == tags.key:
             key, behind_key = yield from read.until(tags.behind_key, most=MOST)
             value, _ = yield from read.until(tags.behind_value)
             value = value.removeprefix("\n").removesuffix("\n") if tags.lines else value
-            kinds = kinds_of(properties.get(key))
+            kinds = kinds_of(properties.get(key), schema)
             if behind_key.re.groups:  # the call itself says whether it is a text
                 kinds = {"string"} if behind_key[1] == "true" else set()
-            arguments[key] = _typed(value, kinds)
+            arguments[key] = typed(value, kinds)
         read.call(name, arguments)
         if not tags.close:
             return
@@ -237,40 +237,6 @@ def _tagged(tags: Tags, read: Reader, schemas: Schemas) -> Steps[None]:
             read.settle()
             return
         read.at -= len(tags.before_name)
-
-
-def kinds_of(schema: Any) -> set[str]:
-    """The types that a schema allows a value, as far as it says; empty where it does not."""
-    if not isinstance(schema, dict):
-        return set()
-    kind = schema.get("type")
-    if kind is not None:
-        return {kind} if isinstance(kind, str) else set(kind)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    parts = [part for name in ("anyOf", "oneOf", "allOf") for part in schema.get(name, ())]
-    return {_kind(value) for value in values}.union(*map(kinds_of, parts))
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return names.get(type(value), "null")
-
-
-def plain_text(value: Any) -> str:
-    """A value as such calls write it."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _typed(value: str, kinds: set[str]) -> Any:
-    """A value that is written as it is: a text where it may be one and is nothing else that it may be."""
-    if kinds == {"string"}:
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(value.strip(), value) if "string" not in kinds else value
-    kind = _kind(found)
-    return value if "string" in kinds and kind not in kinds and not (kind == "integer" and "number" in kinds) else found
 
 
 # --- Calls in other notations.
@@ -304,7 +270,7 @@ def _gemma_value(read: Reader) -> Steps[Any]:
         return items
     if not (yield from read.takes("{")):
         bare, _ = yield from read.until(_GEMMA_BARE)
-        return _typed(bare.strip() or no_call(), set())
+        return typed(bare.strip() or no_call(), set())
     found: dict[str, Any] = {}
     while not (yield from _gemma_end(read, "}", is_first=not found)):
         yield from read.space()
@@ -330,17 +296,21 @@ _COLON = re.compile(":")
 
 
 def _pythonic(read: Reader, schemas: Schemas) -> Steps[None]:
-    """The whole text is [name(key=value, ...), ...], a list of calls as Python writes them."""
+    """The whole text is [name(key=value, ...), ...], a list of calls as Python writes them. Names need not be Python's:
+    `from` and `my-key` are names of arguments, too."""
+    calls: list[tuple[str, dict[str, Any]]] = []
     yield from read.space()
     yield from read.takes("<|python_start|>", "<|python_tag|>")
     yield from read.space()
-    start = read.at
     yield from read.expect("[")
-    yield from read.space()
-    yield from read.name()
-    yield from read.expect("(")
-    yield from _python_list(read)
-    calls = _python_calls(read.text[start : read.at])
+    while not calls or (yield from read.expect(",", "]")) == ",":
+        yield from read.space()
+        if calls and (yield from read.takes("]")):  # behind a comma
+            break
+        name = yield from read.name()
+        yield from read.expect("(")
+        calls.append((name, (yield from _python_arguments(read))))
+        yield from read.space()
     yield from read.space()
     yield from read.takes("<|python_end|>")
     yield from read.space()
@@ -350,11 +320,34 @@ def _pythonic(read: Reader, schemas: Schemas) -> Steps[None]:
         read.call(name, arguments)
 
 
-def _python_list(read: Reader) -> Steps[None]:
-    """The rest of a list in which a bracket is open."""
-    depth, quote = 2, ""
-    while depth:
+def _python_arguments(read: Reader) -> Steps[dict[str, Any]]:
+    """The arguments of a call whose bracket is open."""
+    found: dict[str, Any] = {}
+    while True:
+        yield from read.space()
+        if (yield from read.takes(")")):
+            return found
+        if found:
+            yield from read.expect(",")
+            yield from read.space()
+            if (yield from read.takes(")")):
+                return found
+        start = read.at
+        while _PYTHON_KEY.match((yield from read.peek())):
+            read.at += 1
+        key = read.text[start : read.at] or no_call()
+        yield from read.space()
+        yield from read.expect("=")
+        found[key] = yield from _python_value(read)
+
+
+def _python_value(read: Reader) -> Steps[Any]:
+    """A value up to the comma or the bracket behind it."""
+    start, depth, quote = read.at, 0, ""
+    while True:
         sign = (yield from read.peek()) or no_call()
+        if not (quote or depth) and sign in ",)":
+            break
         read.at += 1
         if quote and sign == "\\":
             yield from read.more()
@@ -365,22 +358,13 @@ def _python_list(read: Reader) -> Steps[None]:
             quote = sign
         else:
             depth += (sign in "([{") - (sign in ")]}")
-
-
-def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     try:
-        found: Any = ast.parse(text, mode="eval").body
-        if not all(isinstance(call, ast.Call) and not call.args for call in found.elts):
-            no_call()
-        return [(ast.unparse(call.func), _python_arguments(call.keywords)) for call in found.elts]
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return from_python(read.text[start : read.at])
+    except ValueError:
         no_call()
 
 
-def _python_arguments(words: list[ast.keyword]) -> dict[str, Any]:
-    found = {str(word.arg): ast.literal_eval(word.value) for word in words}
-    json.dumps(found)  # raises TypeError for what JSON does not have
-    return found
+_PYTHON_KEY = re.compile(r"[^\s=()\[\]{},'\"]")
 
 
 # --- The forms, and which of them a chat template teaches.
@@ -435,7 +419,7 @@ FORMS: dict[ToolForm, Form] = {
         partial(_tagged, QWEN),
         opens=("<tool_call>", "<function="),
         marks=_TOOL_CALL,
-        taught=(("<function=", "<parameter="),),
+        taught=(("<tool_call>", "<function=", "<parameter="),),
     ),
     "hermes": Form(_hermes, opens=_TOOL_CALL[:1], marks=_TOOL_CALL, taught=(("<tool_call>", '"arguments"'),)),
     "pythonic": Form(
@@ -446,9 +430,15 @@ FORMS: dict[ToolForm, Form] = {
         taught=(("[func_name1(",), ("<|python_start|>",)),
     ),
     "llama": Form(
-        _llama, marks=("<|python_tag|>",), at_start=True, is_whole=True, taught=(("<|python_tag|>",), ('"parameters"',))
+        _llama,
+        marks=("<|python_tag|>",),
+        at_start=True,
+        is_whole=True,
+        taught=(("<|python_tag|>",), ('{"name": function name, "parameters":',)),
     ),
 }
+#: Templates with these teach another form, which has signs of one of these.
+_OTHERS = ("<tool_calls>", "<seed:tool_call>")
 
 
 def tool_form(template: str | None) -> ToolForm:
@@ -460,7 +450,8 @@ def tool_form(template: str | None) -> ToolForm:
     if not template or "tools" not in template:
         raise UnsupportedParameterError("tools", "...", "the model's chat template knows no tools", "Leave them out.")
     plain = template.replace("\\", "").replace("'", '"')
-    for name, form in FORMS.items():
+    known = {} if any(sign in template for sign in _OTHERS) else FORMS
+    for name, form in known.items():
         if any(all(part.replace("'", '"') in plain for part in parts) for parts in form.taught):
             return name
     problem = "the model's chat template writes calls in a form that this server does not know"

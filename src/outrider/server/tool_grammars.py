@@ -9,15 +9,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.errors import UnsupportedParameterError
-from outrider.server.tool_forms import Schemas, ToolForm, kinds_of, plain_text
+from outrider.server.tool_forms import Schemas, ToolForm
+from outrider.server.tool_values import kinds_of, plain_text, resolved
 from outrider.structured.structures import followed
 
 #: Calls that a text may have where some are required. A text would otherwise go on with calls until its length is reached.
 MAX_CALLS = 16
 #: White space as json.dumps writes it, and as models were shown it; otherwise a model may write spaces for ever.
 _SPACES = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-#: What a schema may say of a text that has no quotes.
-_OF_TEXTS = frozenset({"type", "minLength", "maxLength", "title", "description", "default", "examples"})
+#: What a schema may ask of values. Whatever else it says only annotates.
+_ASKS = frozenset({
+    "pattern", "format", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "multipleOf", "enum", "const", "items", "prefixItems", "contains", "minItems", "maxItems", "uniqueItems",
+    "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
+    "maxProperties", "allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef",
+})  # fmt: skip
+#: What of it may be asked of a text that has no quotes, and of an object whose members are written one by one.
+_OF_TEXTS = frozenset({"minLength", "maxLength"})
+_OF_OBJECTS = frozenset({"properties", "required", "additionalProperties"})
 
 
 def calls_grammar(
@@ -37,7 +46,7 @@ def calls_grammar(
     """
     book = Book({mark: number for number, mark in (special or {}).items()})
     frame = _frame(form, template)
-    calls = [book.rule(frame.call(book, name, schema)) for name, schema in schemas.items()]
+    calls = [book.rule(_call(frame, book, name, schema)) for name, schema in schemas.items()]
     call = book.rule(" | ".join(calls))
     more = f" ({book.text(frame.between)} {call}){{0,{MAX_CALLS - 1}}}" if several and frame.between is not None else ""
     return "\n".join([f"start: {book.text(frame.before)} {call}{more} {book.text(frame.behind)}", *book.rules])
@@ -78,7 +87,7 @@ class Book:
 
     def free(self, behind: str, schema: Mapping[str, Any]) -> str:
         """A text without quotes up to what stands behind it, which it does not contain."""
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        least, most = _lengths(schema)
         any_text, mark = f"/(?s:.{{{least},{most}}})/", behind.strip()
         special = self._marks.search(behind) if self.special else None
         if special is not None:  # what stands before that token belongs to the terminal
@@ -101,6 +110,10 @@ class Book:
         """The properties of an object in their order; those that are not required may be left out."""
         properties = list((schema.get("properties") or {}).items()) if isinstance(schema, dict) else []
         required = set(schema.get("required") or ()) if isinstance(schema, dict) else set()
+        asked = sorted(_ASKS & {*followed(schema)} - _OF_OBJECTS) if isinstance(schema, dict) else []
+        unknown = sorted(required - {key for key, _ in properties})
+        if asked or unknown:
+            raise _refused(f"{asked[0]!r} of an object" if asked else f"{unknown[0]!r}, which has no schema,", schema)
         first, later = '""', '""'
         for key, value in reversed(properties):
             one = self.rule(member(key, value))
@@ -116,22 +129,25 @@ def _escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/").replace(r"\<", "<").replace(r"\>", ">").replace('\\"', '"')
 
 
-def _resolved(schema: Any, root: Any) -> Any:
-    """A schema that refers to a definition, as that definition."""
-    for _ in range(16):
-        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
-            return schema
-        found: Any = root
-        for part in schema["$ref"].removeprefix("#").strip("/").split("/"):
-            found = found.get(part) if isinstance(found, dict) else None
-        schema = found
-    return schema
-
-
 def _refused(what: str, schema: Any) -> UnsupportedParameterError:
     remedy = 'Leave it out, or use "auto", which hears calls in this form, too.'
     problem = f"the model writes arguments without quotes, and {what} cannot be required of them"
     return UnsupportedParameterError("tools", schema, problem, remedy)
+
+
+def _lengths(schema: Mapping[str, Any], what: str = "Length") -> tuple[int, int | str]:
+    """The least and the most characters or items; "" for no limit. Raises TypeError where they are no numbers."""
+    least, most = schema.get(f"min{what}", 0), schema.get(f"max{what}", "")
+    if type(least) is not int or (most != "" and type(most) is not int):
+        raise TypeError(what)
+    return least, most
+
+
+def _named(argument: str, unfit: str) -> str:
+    """The name of an argument, if it has none of the signs that would end it."""
+    if not argument or any(sign in argument for sign in unfit):
+        raise _refused(f"an argument of the name {argument!r}", argument)
+    return argument
 
 
 # --- The forms. In most of them arguments are JSON.
@@ -152,6 +168,16 @@ class Frame:
     before: str = ""
     between: str | None = ""
     behind: str = ""
+
+
+def _call(frame: Frame, book: Book, name: str, schema: Any) -> str:
+    """The rule of a call of a function. A malformed schema is left to the library, which says what is wrong with it."""
+    try:
+        return frame.call(book, name, schema)
+    except UnsupportedParameterError:
+        raise
+    except (TypeError, AttributeError, ValueError, RecursionError):
+        return book.json(schema)
 
 
 def _json_call(before: str, between: str, behind: str, *, quoted: bool = False) -> Callable[[Book, str, Any], str]:
@@ -189,7 +215,7 @@ def _frame(form: ToolForm, template: str) -> Frame:
 
 def _tag_value(book: Book, schema: Any, root: Any, behind: str) -> str:
     """A value and what stands behind it."""
-    schema = followed(_resolved(schema, root))
+    schema = followed(resolved(schema, root))
     values = schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else None
     if values is not None:
         return "(" + " | ".join(book.text(plain_text(value) + behind) for value in values) + ")"
@@ -198,7 +224,7 @@ def _tag_value(book: Book, schema: Any, root: Any, behind: str) -> str:
         return f"{book.json(schema, root)} {book.text(behind)}"
     if kinds and "string" not in kinds:
         return f"{book.json(schema, root)} {book.text(behind)}"
-    more = sorted(set(schema) - _OF_TEXTS) if kinds == {"string"} else sorted(_bounds(schema))
+    more = sorted(_ASKS & {*schema} - _OF_TEXTS) if kinds == {"string"} else sorted(_bounds(schema))
     if more or not kinds:
         raise _refused(f"{more[0]!r} of a text" if more else "a text beside other values", schema)
     return book.free(behind, schema)
@@ -207,8 +233,8 @@ def _tag_value(book: Book, schema: Any, root: Any, behind: str) -> str:
 def _bounds(schema: Mapping[str, Any]) -> set[str]:
     """What the parts of a union ask of their values, beside their types."""
     parts = [part for name in ("anyOf", "oneOf") for part in schema.get(name, ())]
-    found = set(schema) - _OF_TEXTS - {"anyOf", "oneOf"} | {*schema} & {"minLength", "maxLength"}
-    return found.union(*(set(part) - {"type", "title", "description"} for part in parts if isinstance(part, dict)))
+    found = _ASKS & {*schema} - {"anyOf", "oneOf"}
+    return found.union(*(_ASKS & {*part} for part in parts if isinstance(part, dict)))
 
 
 def _tagged_call(open_: str, key: str, behind_key: str, behind_value: str, close: str) -> Callable[[Book, str, Any], str]:
@@ -216,10 +242,10 @@ def _tagged_call(open_: str, key: str, behind_key: str, behind_value: str, close
         root = schema
 
         def member(argument: str, each: Any) -> str:
-            head = book.text(f"{key}{argument}{behind_key}")
+            head = book.text(f"{key}{_named(argument, behind_key[0])}{behind_key}")
             return f"{head} {_tag_value(book, each, root, behind_value)}"
 
-        return f"{book.text(open_.format(name))} {book.members(_resolved(schema, root), '', member)} {book.text(close)}"
+        return f"{book.text(open_.format(name))} {book.members(resolved(schema, root), '', member)} {book.text(close)}"
 
     return call
 
@@ -230,9 +256,9 @@ def _dsml_call(book: Book, name: str, schema: Any) -> str:
 
     def member(argument: str, each: Any) -> str:
         def head(kind: str) -> str:
-            return book.text(f'<｜DSML｜parameter name="{argument}" string="{kind}">')
+            return book.text(f'<｜DSML｜parameter name="{_named(argument, chr(34))}" string="{kind}">')
 
-        kinds = kinds_of(_resolved(each, schema))
+        kinds = kinds_of(resolved(each, schema))
         text, other = kinds == {"string"}, f"{head('false')} {book.json(each, schema)} {book.text(end)}"
         if text or ("string" in kinds and not _bounds(followed(each))):
             written = f"{head('true')} {_tag_value(book, each, schema, end)}"
@@ -240,7 +266,7 @@ def _dsml_call(book: Book, name: str, schema: Any) -> str:
         return other
 
     head = book.text(f'<｜DSML｜invoke name="{name}">\n')
-    return f"{head} {book.members(_resolved(schema, schema), '', member)} {book.text('</｜DSML｜invoke>' + chr(10))}"
+    return f"{head} {book.members(resolved(schema, schema), '', member)} {book.text('</｜DSML｜invoke>' + chr(10))}"
 
 
 # --- Other notations of values, whose parts are written by rules of their own.
@@ -267,9 +293,10 @@ class Notation:
     def value(self, book: Book, schema: Any, root: Any) -> str:
         """The rule of a value. Where a schema says nothing of it, it is a text."""
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-            return book.once(schema["$ref"], lambda _: self.value(book, _resolved(schema, root), root))
+            return book.once(schema["$ref"], lambda _: self.value(book, resolved(schema, root), root))
         schema = followed(schema)
-        schema = schema if isinstance(schema, dict) else {}
+        if not isinstance(schema, dict):
+            raise TypeError(schema)
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             return "(" + " | ".join(book.text(self.literal(value)) for value in values) + ")"
@@ -290,8 +317,7 @@ class Notation:
             return "(" + " | ".join(map(book.text, names)) + ")"
         if kind == "object":
             return self.mapping(book, schema, root, "{", "}", lambda key: book.text(self.nested(key)))
-        item, least = self.value(book, schema.get("items", {}), root), schema.get("minItems", 0)
-        most = schema.get("maxItems", "")
+        item, (least, most) = self.value(book, schema.get("items", {}), root), _lengths(schema, "Items")
         if most == 0:
             return '"[]"'
         rest = f"({book.text(self.separator)} {item}){{{max(0, least - 1)},{most and most - 1}}}"
@@ -307,7 +333,7 @@ class Notation:
         def member(key: str, each: Any) -> str:
             return f"{name(key)} {self.value(book, each, root)}"
 
-        return f"{book.text(open_)} {book.members(_resolved(schema, root), self.separator, member)} {book.text(close)}"
+        return f"{book.text(open_)} {book.members(resolved(schema, root), self.separator, member)} {book.text(close)}"
 
 
 def _types(schema: Mapping[str, Any]) -> list[str]:
@@ -317,7 +343,7 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
 
 def _gemma_call(open_: str, close: str, quote: str) -> Callable[[Book, str, Any], str]:
     def text(book: Book, schema: Mapping[str, Any]) -> str:
-        more = sorted(set(schema) - _OF_TEXTS)
+        more = sorted(_ASKS & {*schema} - _OF_TEXTS)
         if more:
             raise _refused(f"{more[0]!r} of a text", schema)
         return f"{book.text(quote)} {book.free(quote, schema)}"
@@ -325,7 +351,7 @@ def _gemma_call(open_: str, close: str, quote: str) -> Callable[[Book, str, Any]
     def literal(value: Any) -> str:
         return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
-    notation = Notation(text, literal, ",", lambda key: f"{key}:")
+    notation = Notation(text, literal, ",", lambda key: f"{_named(key, ':')}:")
 
     def call(book: Book, name: str, schema: Any) -> str:
         inside = notation.mapping(book, schema, schema, "{", "}", lambda key: book.text(notation.key(key)))
@@ -336,10 +362,10 @@ def _gemma_call(open_: str, close: str, quote: str) -> Callable[[Book, str, Any]
 
 def _python_text(book: Book, schema: Mapping[str, Any]) -> str:
     """Between quotes, with the escapes that Python and JSON share."""
-    more = sorted(set(schema) - _OF_TEXTS)
+    more = sorted(_ASKS & {*schema} - _OF_TEXTS)
     if more:
         raise _refused(f"{more[0]!r} of a text", schema)
-    sign, least, most = r'([^"\\\x00-\x1f]|\\["\\nrt])', schema.get("minLength", 0), schema.get("maxLength", "")
+    sign, (least, most) = r'([^"\\\x00-\x1f]|\\["\\nrt])', _lengths(schema)
     return book.rule(f'/"{sign}{{{least},{most}}}"/', is_terminal=True)
 
 
@@ -347,7 +373,9 @@ def _python_literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-_PYTHON = Notation(_python_text, _python_literal, ", ", lambda key: f"{key}=", {True: "True", False: "False", None: "None"})
+_NOT_IN_NAMES = " \t\n\r=()[]{},'\""
+_CONSTANTS = {True: "True", False: "False", None: "None"}
+_PYTHON = Notation(_python_text, _python_literal, ", ", lambda key: f"{_named(key, _NOT_IN_NAMES)}=", _CONSTANTS)
 
 
 def _python_call(book: Book, name: str, schema: Any) -> str:
