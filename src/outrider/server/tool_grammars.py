@@ -233,7 +233,7 @@ def _tag_value(book: Book, schema: Any, root: Any, behind: str) -> str:
 def _bounds(schema: Mapping[str, Any]) -> set[str]:
     """What the parts of a union ask of their values, beside their types."""
     parts = [part for name in ("anyOf", "oneOf") for part in schema.get(name, ())]
-    found = _ASKS & {*schema} - {"anyOf", "oneOf"}
+    found = {*schema} & _ASKS - {"anyOf", "oneOf"}
     return found.union(*(_ASKS & {*part} for part in parts if isinstance(part, dict)))
 
 
@@ -320,7 +320,7 @@ class Notation:
         item, (least, most) = self.value(book, schema.get("items", {}), root), _lengths(schema, "Items")
         if most == 0:
             return '"[]"'
-        rest = f"({book.text(self.separator)} {item}){{{max(0, least - 1)},{most and most - 1}}}"
+        rest = f"({book.text(self.separator)} {item}){{{max(0, least - 1)},{most - 1 if isinstance(most, int) else most}}}"
         return f'"[" ({item} {rest}){"" if least else "?"} "]"'
 
     def nested(self, key: str) -> str:
