@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.gpu.record import Record
 
-FILES = ("tests/unit/test_triton_attention.py", "tests/unit/test_triton_sampling.py", "tests/model/test_triton_backend.py")
+FILES = ("tests/unit/test_triton_attention.py", "tests/unit/test_triton_sampling.py")
+FILES += ("tests/model/test_triton_backend.py", "tests/model/test_graphs.py")
 
 
 def kernel_tests(record: Record, device: torch.device) -> None:

@@ -49,6 +49,9 @@ def plain(record: Record, device: torch.device) -> None:
     for way in ("temperature", "top_p"):
         record.step(f"batch 1, {way}", lambda way=way: ours(llm, 1, WAYS[way], device))
     record.step("batch 1, top_p, profile", lambda: seen(llm, 1, WAYS["top_p"], device))
+    llm.engine.runner.graphs.on = False
+    for batch in (1, 16):
+        record.step(f"batch {batch}, greedy, kernels one by one", lambda batch=batch: ours(llm, batch, GREEDY, device))
 
 
 def bandwidth(device: torch.device) -> dict[str, float]:

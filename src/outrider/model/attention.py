@@ -275,7 +275,7 @@ class PagedAttention(HostedAttention):
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int], part: PartialPass | None = None
     ) -> PassOutput:
         context.biases = self._biases
-        context.kernel = self._row_attention(context.batch)
+        context.kernel = context.kernel or self._row_attention(context.batch)
         if self._library is not None and context.sources is not None:
             rows = source_rows(pass_rows(context.batch), context.sources.sources)
             context.source_kernel = PassAttention(self._library, rows, of_sources=True)

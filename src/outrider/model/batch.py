@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Self
 
 import numpy as np
@@ -143,11 +143,9 @@ class RaggedBatch:
         self.segments = list(segments)
         self.block_size = block_size
         self.device = device
-        ends = list(accumulate(s.num_rows for s in self.segments))
-        self.num_rows = ends[-1] if ends else 0
-        self.row_spans = list(zip([0, *ends[:-1]], ends, strict=True))
-        logit_ends = list(accumulate(s.logits_end - s.logits_from for s in self.segments))
-        self.logits_spans = list(zip([0, *logit_ends[:-1]], logit_ends, strict=True))
+        self.row_spans = list(pairwise(accumulate((s.num_rows for s in self.segments), initial=0)))
+        self.num_rows = self.row_spans[-1][1] if self.row_spans else 0
+        self.logits_spans = list(pairwise(accumulate((s.logits_end - s.logits_from for s in self.segments), initial=0)))
 
     @cached_property
     def tokens(self) -> np.ndarray:  # [num_rows] int64

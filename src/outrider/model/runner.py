@@ -15,9 +15,10 @@ from outrider.cache.pool import KVPool
 from outrider.cache.state import KVView, SequenceState, SourceState
 from outrider.loading.loaded_model import LoadedModel
 from outrider.model import hf_encoder
-from outrider.model.attention import AttentionBackend, PartialPass
+from outrider.model.attention import AttentionBackend, PartialPass, PassOutput
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext, SourcePass
+from outrider.model.graphs import PassGraphs
 from outrider.model.running import RunningPass
 
 
@@ -58,6 +59,7 @@ class ModelRunner:
     Attributes:
         memory: Where the states of texts lie.
         partial_rows: Rows that the first layers have computed for a proposer in this step.
+        graphs: Launches passes of few rows at once on a GPU.
         states: Those of the texts that proposers read with this model, by sequence; proposers with equal models share them.
     """
 
@@ -78,6 +80,7 @@ class ModelRunner:
         self.partial_rows = PartialRows()
         self.num_passes = 0
         self._reaches = [layer.reach for layer in loaded.layers]
+        self.graphs = PassGraphs(loaded, backend, self.pool, self._reaches)
 
     @property
     def blocks(self) -> BlockManager:
@@ -120,13 +123,8 @@ class ModelRunner:
         """Compute every row of `segments` in one pass and leave in the memory what it keeps; `part` chooses layers, and
         `head_panels` the tokens that have logits where the backend can leave some out."""
         batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device)
-        running = RunningPass(batch, self._room_for_states(batch)) if self.loaded.running_layers else None
-        sources = None if self.loaded.encoder is None else self._sources(batch)
-        context = ForwardContext(batch, self.pool, self._reaches, running=running, sources=sources, head_panels=head_panels)
-        out = self.backend.forward(self.loaded, context, aux_layers, part)
-        for kept in (running, sources):
-            if kept is not None:
-                kept.keep()
+        out = self.graphs.forward(batch, aux_layers) if part is None else None
+        out = out or self._computed(batch, aux_layers, part, head_panels)
         self.num_passes += 1
         return ForwardOutput(
             logits=upcast_logits(out.logits),
@@ -136,6 +134,18 @@ class ModelRunner:
             aux_hidden_states=out.aux_hidden_states,
             hidden=out.hidden,
         )
+
+    def _computed(
+        self, batch: RaggedBatch, aux_layers: Sequence[int], part: PartialPass | None, head_panels: np.ndarray | None
+    ) -> PassOutput:
+        running = RunningPass(batch, self._room_for_states(batch)) if self.loaded.running_layers else None
+        sources = None if self.loaded.encoder is None else self._sources(batch)
+        context = ForwardContext(batch, self.pool, self._reaches, running=running, sources=sources, head_panels=head_panels)
+        out = self.backend.forward(self.loaded, context, aux_layers, part)
+        for kept in (running, sources):
+            if kept is not None:
+                kept.keep()
+        return out
 
     def _sources(self, batch: RaggedBatch) -> SourcePass:
         """The sources of a pass; those that come new are encoded."""

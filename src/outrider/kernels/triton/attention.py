@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.kernels.decoder import PassRows
-from outrider.kernels.triton.devices import KNOWN_DTYPES
+from outrider.kernels.triton.devices import KNOWN_DTYPES, Numbers
 
 # --- Attention of the rows of a pass over the paged KV memory, on a GPU.
 #
@@ -46,15 +45,24 @@ class TritonAttention:
     Args:
         rows: The rows. Their lists are copied to the device once for each number of query heads that share a KV head.
         device: Where queries, keys and values lie.
+        room: Of lists that are written anew for other rows, as a CUDA graph needs it. None for lists of these rows alone.
     """
 
     knows_biases = False
 
-    def __init__(self, rows: PassRows, device: torch.device) -> None:
+    def __init__(self, rows: PassRows, device: torch.device, room: TileRoom | None = None) -> None:
         self._rows = rows
         self._device = device
+        self._room = room
         self._tiles: dict[int, RowTiles] = {}
         self._seen_from: dict[tuple[int, int], Tensor] = {}
+
+    def rewrite(self, rows: PassRows) -> None:
+        """Attend for other rows from here on, which fit into the same room. Nobody waits for the device."""
+        self._rows = rows
+        self._seen_from.clear()
+        for rows_at_once, tiles in self._tiles.items():
+            tiles.rewrite(rows, rows_at_once)
 
     def takes(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
         """One known dtype, one width, heads that fit into a tile."""
@@ -85,13 +93,14 @@ class TritonAttention:
         firsts = self._firsts(tiles, window, chunk)
         num_splits = triton.cdiv(tiles.longest, SPLIT)
         most_rows = max(FOUND_BYTES // (4 * num_heads * num_splits * (padded + 2)), queries // group)
+        most_rows = most_rows if self._room is None else num_rows
         sums = torch.empty(min(most_rows, num_rows), num_heads, num_splits, padded, device=query.device)
         largest, totals = torch.empty(2, *sums.shape[:3], device=query.device)
         out = torch.empty_like(query)
         sizes = {"GROUP": group, "QUERIES": queries, "SPLIT": SPLIT, "DIM": dim, "PADDED": padded, **OPTIONS}
         stages = STAGES_OF_FLOAT32 if query.dtype == torch.float32 else STAGES
-        for begin, end in tiles.turns(len(sums)):
-            here, first_row = tiles.tiles[begin:end], tiles.spans[begin][0]
+        for begin, end, first_row in tiles.turns(len(sums)):
+            here = tiles.tiles[begin:end]
             _find[(end - begin, keys.shape[1], num_splits)](
                 query, keys, values, firsts, here, tiles.positions, tiles.path_at, tiles.paths, tiles.tables,
                 sums, largest, totals, first_row, scale,
@@ -106,7 +115,7 @@ class TritonAttention:
 
     def _tiles_of(self, rows_at_once: int) -> RowTiles:
         if rows_at_once not in self._tiles:
-            self._tiles[rows_at_once] = RowTiles.of(self._rows, rows_at_once, self._device)
+            self._tiles[rows_at_once] = RowTiles.of(self._rows, rows_at_once, self._device, self._room)
         return self._tiles[rows_at_once]
 
     def _firsts(self, tiles: RowTiles, window: int, chunk: int) -> Tensor:
@@ -291,20 +300,38 @@ ALIGNED = 4
 
 
 @dataclass(frozen=True)
+class TileRoom:
+    """Room for the lists of any rows of a shape.
+
+    Attributes:
+        rows: As many as there are.
+        splits: Of the longest text, at least.
+        tables: Entries of all block tables, at least.
+        paths: Entries of the paths of all trees, at least; 0 where no row is of a tree.
+    """
+
+    rows: int
+    splits: int
+    tables: int
+    paths: int
+
+
+@dataclass(frozen=True)
 class RowTiles:
     """Rows of a pass on a device. All numbers are int32, and all tensors are parts of one, which is copied once.
 
     Attributes:
         tiles: [num_tiles, 4] a tile's first row, how many rows it has, the tokens before the rows of its sequence, and
-            where the block table of the sequence begins.
+            where the block table of the sequence begins. Where there is room for more, tiles without rows are the last.
         positions: [num_rows]
         path_at: [num_rows] where the path of a tree's row begins in `paths`; -1 for rows of a chain.
         paths: For each row of a tree the rows of its sequence from its root to itself, by number within the sequence.
         tables: The block tables, one after another.
-        spans: (first, end) rows of each tile.
+        spans: (first, end) rows of each tile; None where all tiles attend at once.
         longest: The number of positions of the longest text.
         has_trees: Whether some rows are of a tree.
         block_size: Tokens a block.
+        numbers: All of these numbers.
     """
 
     tiles: Tensor
@@ -312,52 +339,65 @@ class RowTiles:
     path_at: Tensor
     paths: Tensor
     tables: Tensor
-    spans: list[tuple[int, int]]
+    spans: list[tuple[int, int]] | None
     longest: int
     has_trees: bool
     block_size: int
+    numbers: Numbers
 
     @classmethod
-    def of(cls, rows: PassRows, rows_at_once: int, device: torch.device) -> RowTiles:
-        """Tiles of at most `rows_at_once` rows each."""
-        path_at, paths = _paths(rows)
-        numbers = [
-            (first, min(rows_at_once, rows.first[segment + 1] - first), rows.start[segment], rows.table_at[segment])
-            for segment in range(len(rows.start))
-            for first in range(rows.first[segment], rows.first[segment + 1], rows_at_once)
-        ]
-        parts = [np.asarray(part, np.int32).reshape(-1) for part in (numbers, rows.positions, path_at, paths, rows.tables)]
-        begins = [0, *accumulate(-(-len(part) // ALIGNED) * ALIGNED for part in parts)]
-        together = np.zeros(begins[-1], np.int32)
-        for begin, part in zip(begins, parts, strict=False):
-            together[begin : begin + len(part)] = part
-        there = torch.from_numpy(together).to(device)
-        tiles, positions, on_paths, all_paths, tables = [
-            there[begin : begin + len(part)] for begin, part in zip(begins, parts, strict=False)
-        ]
+    def of(cls, rows: PassRows, rows_at_once: int, device: torch.device, room: TileRoom | None = None) -> RowTiles:
+        """Tiles of at most `rows_at_once` rows each. With `room`, the lists of other rows may be written in their place."""
+        parts, spans = _parts(rows, rows_at_once)
+        sizes = list(map(len, parts))
         longest = max(rows.positions, default=-1) + 1
-        spans = [(first, first + count) for first, count, _, _ in numbers]
+        if room is not None:
+            sizes = [4 * room.rows, room.rows, room.rows, room.paths, room.tables]
+            longest = room.splits * SPLIT
+        numbers = Numbers(sizes, np.dtype(np.int32), device, ALIGNED)
+        numbers.write(parts)
+        tiles, positions, path_at, paths, tables = numbers.parts
         return cls(
             tiles=tiles.view(-1, 4),
             positions=positions,
-            path_at=on_paths,
-            paths=all_paths,
+            path_at=path_at,
+            paths=paths,
             tables=tables,
-            spans=spans,
+            spans=spans if room is None else None,
             longest=longest,
-            has_trees=bool(paths),
+            has_trees=bool(sizes[3]),
             block_size=rows.block_size,
+            numbers=numbers,
         )
 
-    def turns(self, most_rows: int) -> Iterator[tuple[int, int]]:
-        """(first, end) tiles that hold at most so many rows together, or one tile."""
+    def rewrite(self, rows: PassRows, rows_at_once: int) -> None:
+        """Write the lists of other rows in the place of these."""
+        self.numbers.write(_parts(rows, rows_at_once)[0])
+
+    def turns(self, most_rows: int) -> Iterator[tuple[int, int, int]]:
+        """(first tile, end, first row) of tiles that hold at most so many rows together, or one tile."""
+        if self.spans is None:
+            yield 0, len(self.tiles), 0
+            return
         begin = 0
         for tile, (_, end_row) in enumerate(self.spans):
             if end_row - self.spans[begin][0] > most_rows and tile > begin:
-                yield begin, tile
+                yield begin, tile, self.spans[begin][0]
                 begin = tile
         if self.spans:
-            yield begin, len(self.spans)
+            yield begin, len(self.spans), self.spans[begin][0]
+
+
+def _parts(rows: PassRows, rows_at_once: int) -> tuple[list[np.ndarray], list[tuple[int, int]]]:
+    """The lists of tiles, positions, beginnings of paths, paths and tables, and the rows of each tile."""
+    path_at, paths = _paths(rows)
+    tiles = [
+        (first, min(rows_at_once, rows.first[segment + 1] - first), rows.start[segment], rows.table_at[segment])
+        for segment in range(len(rows.start))
+        for first in range(rows.first[segment], rows.first[segment + 1], rows_at_once)
+    ]
+    parts = [np.asarray(part, np.int32).reshape(-1) for part in (tiles, rows.positions, path_at, paths, rows.tables)]
+    return parts, [(first, first + count) for first, count, _, _ in tiles]
 
 
 def _paths(rows: PassRows) -> tuple[list[int], list[int]]:

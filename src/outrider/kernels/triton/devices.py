@@ -1,12 +1,16 @@
-"""Devices on which the Triton kernels run."""
+"""Devices on which the Triton kernels run, and small lists of numbers on them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 
+import numpy as np
 import torch
+from torch import Tensor
 
 #: What takes the place of an instruction set where these kernels compute.
 TRITON = "triton"
@@ -35,3 +39,40 @@ def _has_triton() -> bool:
 @cache
 def _is_new(device: torch.device) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _OLDEST
+
+
+class Numbers:
+    """Lists of numbers on a device, which lie in one tensor, so that one copy writes them all. They may be written anew.
+
+    Args:
+        sizes: How many numbers each list has room for.
+        dtype: Of all of them.
+        device: Where they lie.
+        aligned: Each list begins at a multiple of so many numbers.
+
+    Attributes:
+        parts: The lists, on the device.
+    """
+
+    def __init__(self, sizes: Sequence[int], dtype: np.dtype, device: torch.device, aligned: int = 1) -> None:
+        *begins, end = accumulate((-(-size // aligned) * aligned for size in sizes), initial=0)
+        self._places = list(zip(begins, sizes, strict=True))
+        # From pinned memory the host does not wait for a copy. It waits for the one before, whose numbers it writes over.
+        self._here = torch.from_numpy(np.zeros(end, dtype))
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
+        self._here = self._here if self._sent is None else self._here.pin_memory()
+        self._there = torch.zeros_like(self._here, device=device)
+        self.parts: list[Tensor] = [self._there[begin : begin + size] for begin, size in self._places]
+
+    def write(self, parts: Sequence[np.ndarray]) -> None:
+        """Write the lists, each of which may be shorter than its room, with zeros behind it."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        here = self._here.numpy()
+        here.fill(0)
+        for (begin, size), part in zip(self._places, parts, strict=True):
+            assert len(part) <= size, "a list fits into its room"
+            here[begin : begin + len(part)] = part
+        self._there.copy_(self._here, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
