@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.record import Record
 
 FILES = ("tests/unit/test_triton_attention.py", "tests/unit/test_triton_sampling.py")
-FILES += ("tests/model/test_triton_backend.py", "tests/model/test_graphs.py")
+FILES += ("tests/model/test_triton_backend.py", "tests/model/test_graphs.py", "tests/unit/test_triton_rows.py")
 
 
 def kernel_tests(record: Record, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
-from outrider.kernels.triton import attention, sampling
+from outrider.kernels.triton import attention, rows, sampling
 from outrider.kernels.triton import attention as kv_write
 
 #: A kernel, the types of its arguments by name, and its constants.
@@ -66,6 +66,17 @@ def draw_cases() -> Iterator[Case]:
         yield sampling._debt, {**reals, **places}, {"ENTRIES": sampling._DRAW_ENTRIES, "PROBS": True}
 
 
+def row_cases() -> Iterator[Case]:
+    strides = dict.fromkeys(("query_head", "query_row", "key_head", "key_row", "cos_row", "sin_row"), "i32")
+    for dtype in ("bf16", "fp16", "fp32"):
+        taken = dict.fromkeys(("rows", "weight", "out"), f"*{dtype}")
+        for form in rows.NormForm:
+            sizes = {"FORM": int(form), "SIZE": 4096, "PADDED": 4096}
+            yield rows._rms_norm, {**taken, "row_stride": "i32", "eps": "fp32"}, sizes
+        taken = dict.fromkeys(("query", "key", "cos", "sin", "query_out", "key_out"), f"*{dtype}")
+        yield rows._rotate, {**taken, **strides}, {"HEADS": 32, "KV_HEADS": 8, "DIM": 80, "PADDED": 64}
+
+
 def without_assembler() -> None:
     """Let the compiler end where it would call NVIDIA's assembler."""
     add = CUDABackend.add_stages
@@ -91,6 +102,6 @@ if __name__ == "__main__":
     capability, depth = int(sys.argv[1]), sys.argv[2]
     if depth == "ptx":
         without_assembler()
-    for cases in (attention_cases, kv_cases, sampling_cases, draw_cases):
+    for cases in (attention_cases, kv_cases, sampling_cases, draw_cases, row_cases):
         for each in cases():
             sys.stdout.write(json.dumps(compiled(each, capability)) + "\n")

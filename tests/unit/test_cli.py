@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -674,24 +673,32 @@ def test_an_interrupt_stops_an_answer_and_leaves_no_mark_in_it(tmp_path: Path) -
                           preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
                           env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}) as process:  # fmt: skip
         os.close(theirs)
-        shown = b""
+        shown, prompts = b"", 0
 
-        def until(wanted: bytes) -> None:
+        def until(wanted: bytes, times: int = 1) -> None:
             nonlocal shown
-            while wanted not in shown:
+            while shown.count(wanted) < times:
                 assert select.select([ours], [], [], 60)[0], shown
                 shown += os.read(ours, 65536)
 
-        until(b"stops an answer")
-        time.sleep(0.5)
-        os.write(ours, b"x = 1\r")
-        until(b"def")  # it writes code
-        os.write(ours, b"\x03")
-        until(b"stopped")
-        os.write(ours, f"/save {file}\r".encode())
-        until(b"written to")
-        os.write(ours, b"/bye\r")
-        assert process.wait(60) == 0
+        def type_in(line: str) -> None:
+            """What is typed before the prompt has the terminal to itself is read as if it was pasted."""
+            nonlocal prompts
+            prompts += 1
+            until(b"\x1b[?2004h", prompts)
+            os.write(ours, line.encode())
+
+        try:
+            type_in("x = 1\r")
+            until(b"def")  # it writes code
+            os.write(ours, b"\x03")
+            until(b"stopped")
+            type_in(f"/save {file}\r")
+            until(b"written to")
+            type_in("/bye\r")
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
     os.close(ours)
     assert b"^C" not in shown
     question, answer = json.loads(file.read_text("utf-8"))

@@ -17,7 +17,7 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 KERNELS = {
     "_find": {"*bf16", "*fp16", "*fp32"},
     "_fold": {"*fp32"},
-    "_write": {"*bf16", "*fp16", "*fp32"},
+    **{kernel: {"*bf16", "*fp16", "*fp32"} for kernel in ("_write", "_rms_norm", "_rotate")},
     **{kernel: {"*fp32", "*fp64"} for kernel in ("_target_probs", "_race", "_invert", "_debt")},
 }
 

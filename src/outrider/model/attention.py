@@ -40,6 +40,7 @@ from outrider.model.context import (
 )
 from outrider.model.hf import RunningMixers
 from outrider.model.row_guard import RowGuard, noting_kinds
+from outrider.model.row_kernels import RowKernels
 
 # --- The interface of a backend.
 
@@ -218,6 +219,7 @@ class PagedAttention(HostedAttention):
     _library: KernelLibrary | None = None
     _guard: RowGuard | None = None
     _mixers: RunningMixers | None = None
+    _rows: RowKernels | None = None
     _looks: bool = False
     _biases: Mapping[int, Tensor] = MappingProxyType({})
     #: Whether modules are kept from computing what depends on the number of rows.
@@ -236,13 +238,13 @@ class PagedAttention(HostedAttention):
             hf_encoder.follow_row_positions(model)
             self._biases = hf_encoder.distance_biases(model)
         self._mixers = RunningMixers(model)
+        self._rows = RowKernels(model) if runs_on(model.device) else None
 
     def uninstall(self) -> None:
-        if self._guard is not None:
-            self._guard.remove()
-        if self._mixers is not None:
-            self._mixers.remove()
-        self._guard, self._mixers, self._looks = None, None, False
+        for part in (self._guard, self._mixers, self._rows):
+            if part is not None:
+                part.remove()
+        self._guard, self._mixers, self._rows, self._looks = None, None, None, False
 
     def _row_attention(self, batch: RaggedBatch) -> RowAttention | None:
         """What attends in a pass over these rows; None where a stock operator does."""
