@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
+
+import pytest
 
 
 def triton_attention_is_its_definition() -> None:
@@ -53,3 +57,20 @@ def triton_rows_are_kept() -> None:
     from tests.unit import test_triton_attention as attention
 
     attention.test_keys_and_values_go_to_their_slots()
+
+
+def triton_norms_and_rotations_are_the_stock_ones() -> None:
+    """Every form of a norm, and the halves of heads."""
+    from tests.unit import test_triton_rows as rows
+
+    for kind in rows.NORMS:
+        rows.test_norms_are_those_of_transformers(kind, rows.torch.float16)
+    rows.test_rotations_are_those_of_transformers(rows.torch.float32)
+
+
+def triton_graphs_replay_the_pass() -> None:
+    """Other tokens, tables, windows and wanted rows than those of the pass that was recorded."""
+    from tests.model import test_graphs as graphs
+
+    with pytest.MonkeyPatch.context() as patch, graphs.replaying(patch) as found, tempfile.TemporaryDirectory() as folder:
+        graphs.test_what_is_launched_again_is_what_the_pass_computes("gemma2", Path(folder), found, patch)

@@ -19,6 +19,16 @@ def _draws(name: str, old: str, new: str) -> Mutant:
     return _mutant(name, "triton_draws_are_the_stock_ones", old, new, "kernels/triton/sampling.py")
 
 
+def _rows(name: str, old: str, new: str) -> Mutant:
+    return _mutant(name, "triton_norms_and_rotations_are_the_stock_ones", old, new, "kernels/triton/rows.py")
+
+
+def _graphs(name: str, old: str, new: str, file: str = "model/graphs.py") -> Mutant:
+    return _mutant(name, "triton_graphs_replay_the_pass", old, new, file)
+
+
+_TILES = "kernels/triton/attention.py"
+
 TRITON_MUTANTS = (
     _mutant("a row does not see itself", _LAW, "seen = (places <= own[:, None])", "seen = (places < own[:, None])"),
     _mutant("the last position of a split is left out", _LAW, "(split + 1) * SPLIT,", "(split + 1) * SPLIT - 1,"),
@@ -45,4 +55,22 @@ TRITON_MUTANTS = (
     _draws("the walk begins anew in each part", "        before += tl.sum(p, 0)\n", ""),
     _draws("a debt is not weighed", "owed = tl.maximum(weight * wanted", "owed = tl.maximum(wanted"),
     _mutant("values lie with the heads of keys", _KEPT, "row * value_row", "row * key_row", "kernels/triton/attention.py"),
+    _rows("a norm is rounded once", "normed = _rounded(normed, out)", "normed = normed"),
+    _rows("the weight of a norm is its own", "factors = factors + 1.0", "factors = factors"),
+    _rows("a norm's mean is that of the padded row", "/ SIZE + eps", "/ PADDED + eps"),
+    _rows(
+        "the halves of a head turn alike",
+        "_rounded(near, out) - _rounded(far, out)",
+        "_rounded(near, out) + _rounded(far, out)",
+    ),
+    _graphs(
+        "the wanted rows are the first ones", "np.resize(batch.wanted, self._shape.logits)", "np.arange(self._shape.logits)"
+    ),
+    _graphs("the block tables are those that came first", "        self._attention.rewrite(pass_rows(filled))\n", ""),
+    _graphs("windows begin where they began", "        self._seen_from.clear()\n", "", _TILES),
+    _graphs(
+        "a pass is written over by the next one", "[: batch.logits_spans[-1][1]].clone()", "[: batch.logits_spans[-1][1]]"
+    ),
+    _graphs("hidden states are written over", "states[: batch.num_rows].clone()", "states[: batch.num_rows]"),
+    _graphs("old numbers stay behind shorter lists", "        here.fill(0)\n", "", "kernels/triton/devices.py"),
 )

@@ -34,7 +34,7 @@ from outrider.model.context import ForwardContext
 _log = logging.getLogger(__name__)
 
 #: Numbers of rows that graphs are made for. Passes with more rows keep a GPU busy without one.
-ROWS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 129, 16))
+ROWS = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128)
 #: The most rows times splits of the longest text, for which the kernel of attention needs memory in each layer.
 ROWS_TIMES_SPLITS = 4096
 #: The fewest entries of block tables and of paths that there is room for.
@@ -129,7 +129,7 @@ class PassGraphs:
         try:
             return self._graph(shape, batch).forward(batch)
         except Exception as error:
-            _log.info("passes are not recorded as CUDA graphs, since that failed: %r", error, exc_info=True)
+            _log.info("passes are not recorded as CUDA graphs, since that failed: %r", error)
             self.on = False
             self._graphs.clear()
             return None
