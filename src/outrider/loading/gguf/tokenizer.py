@@ -1,13 +1,12 @@
 """The tokenizer of a GGUF file, from its vocabulary, its merges or scores, and the name of its pre-tokenizer.
 
-Byte-level BPE is known with the pre-tokenizers named below, and the BPE of SentencePiece with byte fallback as Llama, Phi-3
-and Gemma have it. Other vocabularies are refused by name: a text that is cut in another way than the model has learnt would
-be read wrongly.
+Byte-level BPE is known with the pre-tokenizers of splitting.py, and the BPE of SentencePiece with byte fallback as Llama,
+Phi-3 and Gemma have it. Other vocabularies are refused by name: a text that is cut in another way than the model has
+learnt would be read wrongly.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,61 +15,12 @@ import numpy as np
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf.header import GgufFile
+from outrider.loading.gguf.splitting import SPLITTINGS, Splitting
 
 _AGAIN = "Download the file again."
 _UNKNOWN = 'Pass tokenizer="FOLDER or hub id" of the original checkpoint.'
 _CONTROL, _USER_DEFINED = 3, 4
 SPACE = "\u2581"
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """How text is cut before merges.
-
-    Attributes:
-        patterns: The regular expressions of pieces. Each one cuts what the ones before it have left.
-        composes: Whether text is brought into the composed form of Unicode (NFC).
-        whole_pieces: Whether a piece that is a token is one, whatever its merges would give.
-    """
-
-    patterns: tuple[str, ...]
-    composes: bool = False
-    whole_pieces: bool = False
-
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA_3 = Splitting((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), whole_pieces=True)
-_QWEN_2 = Splitting((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), composes=True)
-#: That of GPT-2, which byte-level pre-tokenizers have of their own.
-GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-#: Every digit is a piece.
-DIGIT = r"\p{N}"
-_SIGNS = r"[\p{P}$+<=>^~|]+"
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE = r"[^\r\n\p{L}\p{N}]?"
-_OF_CAPITALS = (rf"{_BEFORE}{_UPPER}*{_LOWER}+", rf"{_BEFORE}{_UPPER}+{_LOWER}*")
-_LINES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT_4O = Splitting(
-    ("|".join([*(f"{word}{_CONTRACTIONS}?" for word in _OF_CAPITALS), rf"\p{{N}}{{1,3}}|{_LINES}"]),), whole_pieces=True
-)
-_TEKKEN = Splitting(("|".join([*_OF_CAPITALS, rf"\p{{N}}|{_LINES}"]),), whole_pieces=True)
-#: The pre-tokenizers of byte-level BPE by their names in files.
-SPLITTINGS = {
-    "gpt-4o": _GPT_4O,
-    "gpt-2": Splitting((GPT_2,)),
-    "smollm": Splitting((DIGIT, GPT_2)),
-    "default": Splitting((_SIGNS, GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "llama3": _LLAMA_3,
-    "llama-v3": _LLAMA_3,
-    "llama-bpe": _LLAMA_3,
-    "qwen2": _QWEN_2,
-    "deepseek-r1-qwen": _QWEN_2,
-    "tekken": _TEKKEN,
-}
-#: Those with which texts begin with a token, where a file says nothing of it.
-_BEGIN = (_LLAMA_3, _TEKKEN)
 
 
 def read_gguf_tokenizer(file: GgufFile) -> Any | None:
@@ -89,9 +39,10 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     if kind in (None, "rwkv", "no_vocab", "none"):
         return None
     if kind == "gpt2":
-        backend = _byte_level(vocabulary)
+        splitting = _splitting(vocabulary)
+        begins, backend = splitting.begins, _byte_level(vocabulary, splitting)
     elif kind == "llama" and file.metadata.get("general.architecture") in _WITH_PIECES:
-        backend = _sentence_piece(vocabulary)
+        begins, backend = True, _sentence_piece(vocabulary)
     else:
         architecture = file.metadata.get("general.architecture")
         problem = (
@@ -102,7 +53,6 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     backend.add_special_tokens(vocabulary.added(special=True))
     backend.add_tokens(vocabulary.added(special=False))
     named = {f"{name}_token": vocabulary.named(f"{key}_token_id") for name, key in _NAMED.items()}
-    begins = kind == "llama" or SPLITTINGS.get(vocabulary.get("pre")) in _BEGIN  # where the file says nothing
     if vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
         _put_first(backend, vocabulary, "bos_token_id")
     return PreTrainedTokenizerFast(
@@ -288,21 +238,23 @@ class _Vocabulary:
         return default if found is None else found
 
 
-def _byte_level(vocabulary: _Vocabulary) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
+def _splitting(vocabulary: _Vocabulary) -> Splitting:
     name = vocabulary.get("pre")
-    splitting = SPLITTINGS.get(name) if isinstance(name, str) else None
-    if splitting is None:
-        problem = f"its pre-tokenizer is {name!r}, and {', '.join(SPLITTINGS)} are known"
+    found = SPLITTINGS.get(name) if isinstance(name, str) else None
+    if found is None:
+        problem = f"its pre-tokenizer is {name!r}, and {', '.join(sorted(SPLITTINGS))} are known"
         raise UnsupportedModelError(vocabulary.file.path, problem, _UNKNOWN)
+    return found
+
+
+def _byte_level(vocabulary: _Vocabulary, splitting: Splitting) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
     tokens, merges = vocabulary.tokens, vocabulary.merges()
     try:
         tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=merges, ignore_merges=splitting.whole_pieces))
     except Exception as error:  # it has no type of its own, and names one of the texts
         raise vocabulary.wrong_merge() or error from None
-    if splitting.composes:
-        tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_only])
