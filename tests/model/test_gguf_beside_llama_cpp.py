@@ -145,14 +145,14 @@ def test_ids_are_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
 
 @pytest.fixture(scope="module")
 def small_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return checkpoints.save("llama", tmp_path_factory.mktemp("small"), layers=1, intermediate_size=64, vocab_size=8000)
+    return checkpoints.save("llama", tmp_path_factory.mktemp("small"), layers=1, intermediate_size=64, vocab_size=10000)
 
 
 @pytest.mark.parametrize("name", SPLITTINGS)
 def test_every_pre_tokenizer_gives_the_ids_of_llama_cpp(tmp_path: Path, small_llama: str, name: str) -> None:
     tokens: list[str] = []
     file = Written(
-        small_llama, tmp_path / "m.gguf", ("Q8_0",), lambda writer: tokens.extend(write_vocabulary(writer, name, 8000))
+        small_llama, tmp_path / "m.gguf", ("Q8_0",), lambda writer: tokens.extend(write_vocabulary(writer, name, 10000))
     )
     ours = read_tokenizer(ModelConfig(model=str(file.path)))
     assert ours is not None

@@ -35,8 +35,8 @@ def _letters(text: str) -> str:
 
 def write_vocabulary(writer: Any, pre: str = "default", size: int = 0) -> list[str]:
     """A vocabulary that shows cuts: two tokens of the corpus that lie side by side and have eight bytes at most are merged,
-    unless a cut is between them. One token is made by no merges, so that it shows who takes pieces as they are. Names
-    without a meaning fill it up to a size."""
+    unless a cut is between them. Long runs of spaces are tokens, too, and one token is made by no merges, so that
+    it shows who takes pieces as they are. Names without a meaning fill it up to a size."""
     longest = 8
     texts = [_letters(text) for text in CORPUS]
     found = {
@@ -46,14 +46,16 @@ def write_vocabulary(writer: Any, pre: str = "default", size: int = 0) -> list[s
         for start in range(len(text) - size + 1)
     }
     parts = sorted(found, key=lambda part: (len(part), part))
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *parts, WHOLE, BEGIN]
+    runs = [_letters(" ") * size for size in (16, 32, 64)]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *parts, *runs, WHOLE, BEGIN]
     tokens += [f"<{number}>" for number in range(len(tokens), size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     begin = tokens.index(BEGIN)
     writer.add_token_types([3 if number == begin else 1 for number in range(len(tokens))])
-    writer.add_token_merges([f"{part[:i]} {part[i:]}" for part in parts for i in range(1, len(part))])
+    merges = [f"{part[:i]} {part[i:]}" for part in parts for i in range(1, len(part))]
+    writer.add_token_merges([*merges, *(f"{run[: len(run) // 2]} {run[: len(run) // 2]}" for run in runs)])
     writer.add_bos_token_id(begin)
     writer.add_eos_token_id(begin)
     return tokens
