@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,5 +80,7 @@ def test_texts_are_cut_as_in_llama_cpp(file: GgufFile, name: str) -> None:
         assert lengths(file.metadata["tokenizer.ggml.tokens"], tokenizer.encode(text)) == want, text
 
 
-def test_every_name_has_lengths() -> None:
+def test_every_name_has_lengths_and_is_in_the_guide() -> None:
     assert {SPLITTINGS[name] for name in LENGTHS} == set(SPLITTINGS.values())
+    guide = Path(__file__).parents[2] / "docs/how-to/llama_cpp_files.md"
+    assert set(re.findall(r"`([^`\s]+)`", guide.read_text("utf-8"))) >= SPLITTINGS.keys()

@@ -187,6 +187,13 @@ def test_a_pre_tokenizer_without_a_name_is_refused() -> None:
         own_vocabulary(default_model("draft"))
 
 
+def test_a_tokenizer_that_changes_texts_is_refused(tmp_path: Path) -> None:
+    theirs = byte_level_tokenizer("gpt-2")
+    theirs.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    with pytest.raises(UnsupportedModelError, match="changes texts by Lowercase"):
+        own_vocabulary(saved(tmp_path / "source", "llama", theirs))
+
+
 def test_the_command_writes_a_file_that_is_a_model(tmp_path: Path) -> None:
     checkpoint = saved(tmp_path / "source", "llama", byte_level_tokenizer("llama-bpe"))
     out = str(tmp_path / "m.gguf")

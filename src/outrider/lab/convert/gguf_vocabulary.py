@@ -13,7 +13,7 @@ from typing import Any
 from outrider.config import ModelConfig
 from outrider.errors import UnsupportedModelError
 from outrider.loading.exclusive import attempt
-from outrider.loading.gguf.splitting import DIGIT, ENDING, GPT_2, SPLITTINGS, Splitting
+from outrider.loading.gguf.splitting import DIGIT, ENDING, GPT_2, SPLITTINGS, Splitting, kinds_of_splitting
 from outrider.loading.gguf.tokenizer import SPACE
 from outrider.loading.tokenizers import checkpoint_tokenizer
 
@@ -93,15 +93,17 @@ def _pre_tokenizer(checkpoint: str, state: dict[str, Any]) -> str:
     steps = state["pre_tokenizer"] or {}
     parts = steps.get("pretokenizers", [steps])
     patterns = tuple(pattern for pattern in map(_pattern, parts) if pattern is not None)
-    normalizer = (state["normalizer"] or {}).get("type")
-    if parts[-1].get("type") == "ByteLevel" and not parts[-1]["add_prefix_space"] and normalizer in (None, "NFC"):
+    changes = {step["type"] for step in _steps(state["normalizer"])} - {"NFC"}
+    if changes:
+        raise UnsupportedModelError(checkpoint, f"its tokenizer changes texts by {', '.join(sorted(changes))}", _REMEDY)
+    if parts[-1].get("type") == "ByteLevel" and not parts[-1]["add_prefix_space"]:
         whole = bool(state["model"].get("ignore_merges"))
         ours = tuple(pattern.replace(f"{_ENDING}|", f"{ENDING}|") for pattern in patterns)
         for name, known in [*OF_CHECKPOINTS.items(), *SPLITTINGS.items()]:
             if known.patterns in (patterns, ours) and known.whole_pieces == whole:
                 return name
     shown = ", ".join(patterns) or parts[-1].get("type")
-    problem = f"its pre-tokenizer ({shown}) has no name in GGUF files; {', '.join(sorted(SPLITTINGS))} are known"
+    problem = f"its pre-tokenizer ({shown}) has no name in GGUF files; {kinds_of_splitting()} are known"
     raise UnsupportedModelError(checkpoint, problem, _REMEDY)
 
 
@@ -160,10 +162,13 @@ def _scores(merges: list[tuple[str, str]], tokens: list[str]) -> list[float]:
     return [-float(ranks.get(token, len(merges))) for token in tokens]
 
 
+def _steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return [] if normalizer is None else list(normalizer.get("normalizers", [normalizer]))
+
+
 def _has_prefix(normalizer: dict[str, Any] | None) -> bool:
     """Whether a text gets a space before its first word."""
-    steps = (normalizer or {}).get("normalizers", [normalizer or {}])
-    return {"type": "Prepend", "prepend": SPACE} in steps
+    return {"type": "Prepend", "prepend": SPACE} in _steps(normalizer)
 
 
 def _write_special(writer: Any, tokenizer: Any, ends: list[int]) -> None:

@@ -138,3 +138,8 @@ ROWS = {
 }
 #: The pre-tokenizers by their names in files.
 SPLITTINGS = {name: splitting for names, splitting in ROWS.items() for name in names.split()}
+
+
+def kinds_of_splitting() -> str:
+    """One name for each way to cut, for a message."""
+    return ", ".join(names.split()[0] for names in ROWS)

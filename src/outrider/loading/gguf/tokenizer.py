@@ -15,7 +15,7 @@ import numpy as np
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf.header import GgufFile
-from outrider.loading.gguf.splitting import SPLITTINGS, Splitting
+from outrider.loading.gguf.splitting import SPLITTINGS, Splitting, kinds_of_splitting
 
 _AGAIN = "Download the file again."
 _UNKNOWN = 'Pass tokenizer="FOLDER or hub id" of the original checkpoint.'
@@ -71,23 +71,25 @@ def end_tokens(file: GgufFile) -> list[int]:
         ModelLoadError: One of them is no token, or the vocabulary is malformed.
     """
     vocabulary = _Vocabulary(file)
-    found = {vocabulary.number(f"{name}_token_id") for name in ("eos", "eot", "eom")}
+    found = {vocabulary.number(f"{name}_token_id") for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
     if isinstance(vocabulary.get("tokens"), list):
         found |= _ends_by_text(vocabulary)
     return sorted(number for number in found if number is not None)
 
 
-#: What ends a text or a turn, by its text. Those of the second line end what is written between two texts, or of a file.
+#: What ends a text or a turn, by its text. Those of the last lines end what is written between two texts, or of a file.
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<|ifm|im_end|>", "<EOT>", "_<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
-    "<reponame>", "<|file_sep|>",
+    "<reponame>", "<|file_sep|>", "<|plamo:file_separator|>",
 })  # fmt: skip
 #: Where all of these end texts, the last one ends a part of an answer.
 _PARTS_OF_ANSWERS = (
     ("<|return|>", "<|call|>", "<|end|>"),
+    ("<|return|>", "<|calls|>", "<|end|>"),
     ("<|call|>", "<|flush|>", "<|end|>"),
     ("<|calls|>", "<|flush|>", "<|end|>"),
     ("<|tool_response>", "</s>"),
@@ -242,7 +244,7 @@ def _splitting(vocabulary: _Vocabulary) -> Splitting:
     name = vocabulary.get("pre")
     found = SPLITTINGS.get(name) if isinstance(name, str) else None
     if found is None:
-        problem = f"its pre-tokenizer is {name!r}, and {', '.join(sorted(SPLITTINGS))} are known"
+        problem = f"its pre-tokenizer is {name!r}, and {kinds_of_splitting()} are known"
         raise UnsupportedModelError(vocabulary.file.path, problem, _UNKNOWN)
     return found
 
