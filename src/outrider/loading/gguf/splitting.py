@@ -1,4 +1,4 @@
-r"""How byte-level BPE cuts a text before it merges bytes, by the names of pre-tokenizers in GGUF files.
+r"""How BPE cuts a text before it merges bytes or letters, by the names of pre-tokenizers in GGUF files.
 
 The names are those of llama.cpp, and the pieces, too, also where the tokenizer of a model makes others. Two habits of its
 expressions show in many of ours: it does not compose Unicode (NFC), and it knows small and capital letters among those of
@@ -18,11 +18,15 @@ class Splitting:
         patterns: The regular expressions of pieces. Each one cuts what the ones before it have left.
         whole_pieces: Whether a piece that is a token is one, whatever its merges would give.
         begins: Whether a text begins with a token where the file does not say it.
+        of_text: Whether tokens are text with signs for spaces, and not bytes.
+        whole_breaks: Whether a run of line breaks that is a token is one, and any other one is cut into single breaks.
     """
 
     patterns: tuple[str, ...]
     whole_pieces: bool = False
     begins: bool = False
+    of_text: bool = False
+    whole_breaks: bool = False
 
 
 #: Every digit is a piece.
@@ -60,6 +64,7 @@ def _capitals(marks: str, ending: str) -> str:
 
 _LLAMA_3 = _words(ENDING, _WORD, digits=_THREE_DIGITS)
 _QWEN_2 = _words(ENDING, _WORD)
+_LINES = r"[^\n]+|\n+"
 _STROKES = rf"{_SIGNS}[\r\n/]*"
 _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 # A number is cut by three from its end, and its first part stays with what is before it.
@@ -107,7 +112,7 @@ ROWS = {
     "qwen2 deepseek-r1-qwen stablelm2 hunyuan solar-open megrez grok-2 kormo f2llmv2": _cut(_QWEN_2),
     "qwen35": _cut(_words(ENDING, _MARKED_WORD, signs=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*")),
     "ufakzeka": _cut(_words(_WORD)),
-    "laguna": _cut(r"[^\n]+|\n+", _QWEN_2),
+    "laguna": _cut(_LINES, _QWEN_2),
     "seed-coder": _cut(_words(ENDING, _WORD, signs=_SIGNS)),
     "bailingmoe bailingmoe2 llada-moe": _cut(_words(ENDING, _WORD, white=_WHITE_BY_LINES)),
     "exaone-moe": _cut(_words(ENDING, _PHRASE, signs=rf"{_SIGNS}[\r\n/]?", white=_WHITE_BY_LINES)),
@@ -135,6 +140,8 @@ ROWS = {
     "chameleon": _cut(
         "<sentinel:[0-9]+>", "IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", DIGIT, r"[\p{P}!-/:-@\[-`{-~]", GPT_2, begins=True
     ),
+    "gemma4 granite-embed-multi-311m": Splitting((_LINES,), begins=True, of_text=True, whole_breaks=True),
+    "sarvam-moe": Splitting((_LINES,), of_text=True),
 }
 #: The pre-tokenizers by their names in files.
 SPLITTINGS = {name: splitting for names, splitting in ROWS.items() for name in names.split()}

@@ -1,12 +1,14 @@
 """The tokenizer of a GGUF file, from its vocabulary, its merges or scores, and the name of its pre-tokenizer.
 
-Byte-level BPE is known with the pre-tokenizers of splitting.py, and the BPE of SentencePiece with byte fallback as Llama,
-Phi-3 and Gemma have it. Other vocabularies are refused by name: a text that is cut in another way than the model has
+BPE is known with the pre-tokenizers of splitting.py, and that of SentencePiece with byte fallback as Llama, Phi-3 and Gemma
+have it. Other vocabularies are refused by name: a text that is cut in another way than the model has
 learnt would be read wrongly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -38,9 +40,9 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     check_file_limit(file.path, "template_bytes", len(template.encode()) if isinstance(template, str) else 0)
     if kind in (None, "rwkv", "no_vocab", "none"):
         return None
-    if kind == "gpt2":
-        splitting = _splitting(vocabulary)
-        begins, backend = splitting.begins, _byte_level(vocabulary, splitting)
+    if kind in ("gpt2", "gemma4"):
+        splitting = _splitting(vocabulary, kind if kind == "gemma4" else vocabulary.get("pre"))
+        begins, backend = splitting.begins, (_of_text if splitting.of_text else _byte_level)(vocabulary, splitting)
     elif kind == "llama" and file.metadata.get("general.architecture") in _WITH_PIECES:
         begins, backend = True, _sentence_piece(vocabulary)
     else:
@@ -53,7 +55,7 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     backend.add_special_tokens(vocabulary.added(special=True))
     backend.add_tokens(vocabulary.added(special=False))
     named = {f"{name}_token": vocabulary.named(f"{key}_token_id") for name, key in _NAMED.items()}
-    if vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
+    if kind == "gemma4" or vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
         _put_first(backend, vocabulary, "bos_token_id")
     return PreTrainedTokenizerFast(
         tokenizer_object=_Given(backend),
@@ -240,8 +242,7 @@ class _Vocabulary:
         return default if found is None else found
 
 
-def _splitting(vocabulary: _Vocabulary) -> Splitting:
-    name = vocabulary.get("pre")
+def _splitting(vocabulary: _Vocabulary, name: Any) -> Splitting:
     found = SPLITTINGS.get(name) if isinstance(name, str) else None
     if found is None:
         problem = f"its pre-tokenizer is {name!r}, and {kinds_of_splitting()} are known"
@@ -250,17 +251,50 @@ def _splitting(vocabulary: _Vocabulary) -> Splitting:
 
 
 def _byte_level(vocabulary: _Vocabulary, splitting: Splitting) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
     tokens, merges = vocabulary.tokens, vocabulary.merges()
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    with _merges_checked(vocabulary):
+        model = models.BPE(vocab=tokens, merges=merges, ignore_merges=splitting.whole_pieces)
+    tokenizer = _cutting(model, splitting.patterns, bytes_only)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _of_text(vocabulary: _Vocabulary, splitting: Splitting) -> Any:
+    """That of Gemma 4, with tokens of bytes for letters that are none."""
+    from tokenizers import decoders, models, normalizers
+
+    tokens, merges, patterns = vocabulary.tokens, vocabulary.merges(), splitting.patterns
+    if splitting.whole_breaks and ("\n", "\n") not in merges:
+        longest = max((len(name) for name in tokens if not name.strip("\n")), default=1)
+        patterns += (rf"\A\n{{1,{longest}}}\z|\n",)
+        pairs = [("\n" * (size - 1), "\n") for size in range(longest, 1, -1)]  # so that a run grows at its begin alone
+        merges = [pair for pair in pairs if tokens.keys() >= {*pair, "".join(pair)}] + merges
+    with _merges_checked(vocabulary):
+        model = models.BPE(vocab=tokens, merges=merges, byte_fallback=True)
+    tokenizer = _cutting(model, patterns)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+@contextmanager
+def _merges_checked(vocabulary: _Vocabulary) -> Iterator[None]:
     try:
-        tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=merges, ignore_merges=splitting.whole_pieces))
+        yield
     except Exception as error:  # it has no type of its own, and names one of the texts
         raise vocabulary.wrong_merge() or error from None
-    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_only])
-    tokenizer.decoder = decoders.ByteLevel()
+
+
+def _cutting(model: Any, patterns: tuple[str, ...], *steps: Any) -> Any:
+    """A tokenizer whose texts are cut by these patterns, one after another, and go through these steps."""
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, *steps])
     return tokenizer
 
 
