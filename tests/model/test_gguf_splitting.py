@@ -53,7 +53,7 @@ def write_vocabulary(writer: Any, pre: str = "default", size: int = 0) -> list[s
     if SPLITTINGS[pre].of_text:
         texts = [text.replace(" ", SPACE) for text in CORPUS]
         tokens, merges = _tokens(texts, {letter for letter in "".join(texts) if letter < "\u3000"} - {"\n"}, SPACE)
-        tokens += ["\n", "\n\n", "\n" * 3, *(f"<0x{byte:02X}>" for byte in range(256))]
+        tokens += [*("\n" * run for run in range(1, 5)), *(f"<0x{byte:02X}>" for byte in range(256))]
     else:
         tokens, merges = _tokens(list(map(_letters, CORPUS)), set(pre_tokenizers.ByteLevel.alphabet()), _letters(" "))
     begin = len(tokens) + 1
