@@ -47,15 +47,29 @@ def ends(folder: Path, tokens: dict[str, int], eos: int | None = None) -> list[s
         ({"<s>": 3, "</s>": 3, "<|end|>": 3}, None, ["</s>", "<|end|>"]),
         ({"<|return|>": 3, "<|call|>": 3, "<|end|>": 3}, 0, ["<|return|>", "<|call|>"]),
         ({"<|calls|>": 3, "<|flush|>": 3, "<|end|>": 3}, None, ["<|calls|>", "<|flush|>"]),
+        ({"<|return|>": 3, "<|calls|>": 3, "<|end|>": 3}, None, ["<|return|>", "<|calls|>"]),
         ({"<|call|>": 3, "<|end|>": 3}, None, ["<|call|>", "<|end|>"]),
+        ({"<|ifm|im_end|>": 3, "<|plamo:file_separator|>": 3}, None, ["<|ifm|im_end|>", "<|plamo:file_separator|>"]),
     ],
-    ids=["gemma", "chatml", "llama-3", "of-texts", "html", "phi-3", "gpt-oss", "solar", "no-parts"],
+    ids=["gemma", "chatml", "llama-3", "of-texts", "html", "phi-3", "gpt-oss", "solar", "both", "no-parts", "k2-and-plamo"],
 )
 def test_what_ends_a_turn_is_known_by_its_text(
     tmp_path: Path, tokens: dict[str, int], eos: int | None, want: list[str]
 ) -> None:
     """Where it is no part of a text. What a file says counts whatever it is."""
     assert ends(tmp_path, tokens, eos) == want
+
+
+def test_every_end_that_a_file_names_counts(tmp_path: Path) -> None:
+    """Those of what is written between two texts and of a file, too, as in llama.cpp."""
+
+    def write(writer: Any) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(list("abcdefgh"))
+        for number, name in enumerate(("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep", "fim_pre")):
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
+
+    assert end_tokens(read_gguf(metadata_only(tmp_path / "ends.gguf", write))) == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_end_of_a_tokenizer_counts_beside_those_of_a_configuration(tmp_path: Path) -> None:

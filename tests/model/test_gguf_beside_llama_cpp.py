@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
 from urllib.request import Request, urlopen
 
 import pytest
@@ -17,11 +16,14 @@ from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig, default_model
 from outrider.lab.convert.gguf import write_gguf
 from outrider.lab.convert.gguf_vocabulary import own_vocabulary
+from outrider.loading.gguf.splitting import SPLITTINGS
 from outrider.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
 from tests.model.gguf_files import Written
 from tests.model.test_gguf_models import EXPERTS, GEMMA, SEVEN, SHAPE, YARN
-from tests.model.test_gguf_tokenizers import CORPUS, byte_level, sentence_piece, vocabulary
+from tests.model.test_gguf_splitting import CORPUS as CUT_TEXTS
+from tests.model.test_gguf_splitting import LENGTHS, lengths, write_vocabulary
+from tests.model.test_gguf_tokenizers import CORPUS, byte_level, read, sentence_piece, vocabulary
 from tests.model.test_gguf_vocabularies import CASES, TEXTS, saved
 
 native = pytest.importorskip("xllamacpp")
@@ -117,7 +119,6 @@ def test_greedy_texts_are_those_of_llama_cpp_until_a_near_tie(
 
 @pytest.mark.parametrize("pre", ["gpt-2", "qwen2", "llama-bpe", "sentence_piece"])
 def test_ids_are_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
-    """Where a tokenizer composes Unicode (NFC), as the original of Qwen does, llama.cpp gets composed text."""
     tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     space = "\u2581"
     pieces = [f"{space}t", "er", "in", f"{space}a", "en", f"{space}th", "ll", f"{space}the", space * 2, space]
@@ -137,10 +138,29 @@ def test_ids_are_those_of_llama_cpp(tmp_path: Path, pre: str) -> None:
     assert ours is not None
     with server(file.path) as send:
         for text in CORPUS:
-            composed = normalize("NFC", text) if pre == "qwen2" else text
-            told = send("/tokenize", {"content": composed, "add_special": True, "parse_special": True})["tokens"]
+            told = send("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
             if text:  # of nothing, SentencePiece makes a space here and nothing there
                 assert ours.encode(text) == told, text
+
+
+@pytest.fixture(scope="module")
+def small_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return checkpoints.save("llama", tmp_path_factory.mktemp("small"), layers=1, intermediate_size=64, vocab_size=10000)
+
+
+@pytest.mark.parametrize("name", SPLITTINGS)
+def test_every_pre_tokenizer_gives_the_ids_of_llama_cpp(tmp_path: Path, small_llama: str, name: str) -> None:
+    tokens: list[str] = []
+    file = Written(
+        small_llama, tmp_path / "m.gguf", ("Q8_0",), lambda writer: tokens.extend(write_vocabulary(writer, name, 10000))
+    )
+    ours = read_tokenizer(ModelConfig(model=str(file.path)))
+    assert ours is not None
+    with server(file.path) as send:
+        told = [send("/tokenize", {"content": text, "add_special": True})["tokens"] for text in CUT_TEXTS]
+    assert [ours.encode(text) for text in CUT_TEXTS] == told
+    if name in LENGTHS:
+        assert LENGTHS[name] == [lengths(tokens, ids) for ids in told]
 
 
 def test_special_tokens_of_phi_3_take_the_spaces_behind_them_as_in_llama_cpp(tmp_path: Path) -> None:
@@ -170,14 +190,12 @@ def test_special_tokens_of_phi_3_take_the_spaces_behind_them_as_in_llama_cpp(tmp
 
 @pytest.mark.parametrize("case", CASES)
 def test_ids_of_a_converted_checkpoint_are_those_of_llama_cpp(tmp_path: Path, case: str) -> None:
-    """llama.cpp ends a token at a zero. For tekken it cuts before the marks of decomposed letters, which the model's own
-    pattern keeps with their letter, as ours does; and for gpt-4o it cuts letters that are not ASCII in its own way."""
+    """llama.cpp ends a token at a zero."""
     family, make = CASES[case]
-    theirs = make()
-    checkpoint = saved(tmp_path / "source", family, theirs)
+    checkpoint = saved(tmp_path / "source", family, make())
     file = write_gguf(checkpoint, tmp_path / "m.gguf", "float32", own_vocabulary(checkpoint))
+    ours = read(file)
     with server(Path(file)) as send:
-        for text in (text for text in TEXTS if text.strip() and "\0" not in text and (case != "gpt-4o" or text.isascii())):
-            composed = normalize("NFC", text) if case in ("qwen2", "tekken") else text
-            told = send("/tokenize", {"content": composed, "add_special": True, "parse_special": True})["tokens"]
-            assert theirs.encode(composed) == told, text
+        for text in (text for text in TEXTS if text.strip() and "\0" not in text):
+            told = send("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+            assert ours.encode(text) == told, text

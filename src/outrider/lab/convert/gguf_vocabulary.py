@@ -13,13 +13,26 @@ from typing import Any
 from outrider.config import ModelConfig
 from outrider.errors import UnsupportedModelError
 from outrider.loading.exclusive import attempt
-from outrider.loading.gguf.tokenizer import DIGIT, GPT_2, SPACE, SPLITTINGS, Splitting
+from outrider.loading.gguf.splitting import DIGIT, ENDING, GPT_2, SPLITTINGS, Splitting, kinds_of_splitting
+from outrider.loading.gguf.tokenizer import SPACE
 from outrider.loading.tokenizers import checkpoint_tokenizer
 
 #: Writes the vocabulary of a model with so many tokens.
 WriteVocabulary = Callable[[Any, int], None]
 _REMEDY = "Write placeholders (--placeholders), and give other engines prompts as token ids."
 _ENDS = ("eos", "eot", "eom")
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_OF_CAPITALS = (rf"{_BEFORE}{_UPPER}*{_LOWER}+", rf"{_BEFORE}{_UPPER}+{_LOWER}*")
+_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+#: How checkpoints cut whose names llama.cpp reads a little otherwise, where letters are not ASCII.
+OF_CHECKPOINTS = {
+    "gpt-4o": Splitting(
+        ("|".join([*(f"{word}{_ENDING}?" for word in _OF_CAPITALS), r"\p{N}{1,3}", _OTHERS]),), whole_pieces=True
+    ),
+    "tekken": Splitting(("|".join([*_OF_CAPITALS, r"\p{N}", _OTHERS]),), whole_pieces=True),
+}
 
 
 def placeholders(eos_token_id: int | None = None) -> WriteVocabulary:
@@ -76,18 +89,21 @@ def vocabulary_of(checkpoint: str, tokenizer: Any, ends: list[int]) -> WriteVoca
 
 
 def _pre_tokenizer(checkpoint: str, state: dict[str, Any]) -> str:
-    """The name of a byte-level pre-tokenizer."""
+    """The name of a byte-level pre-tokenizer. No name says that it composes Unicode (NFC), and no reader of files does."""
     steps = state["pre_tokenizer"] or {}
     parts = steps.get("pretokenizers", [steps])
     patterns = tuple(pattern for pattern in map(_pattern, parts) if pattern is not None)
+    changes = {step["type"] for step in _steps(state["normalizer"])} - {"NFC"}
+    if changes:
+        raise UnsupportedModelError(checkpoint, f"its tokenizer changes texts by {', '.join(sorted(changes))}", _REMEDY)
     if parts[-1].get("type") == "ByteLevel" and not parts[-1]["add_prefix_space"]:
-        composes = (state["normalizer"] or {}).get("type") == "NFC"
-        found = Splitting(patterns, composes=composes, whole_pieces=bool(state["model"].get("ignore_merges")))
-        for name, known in SPLITTINGS.items():
-            if known == found:
+        whole = bool(state["model"].get("ignore_merges"))
+        ours = tuple(pattern.replace(f"{_ENDING}|", f"{ENDING}|") for pattern in patterns)
+        for name, known in [*OF_CHECKPOINTS.items(), *SPLITTINGS.items()]:
+            if known.patterns in (patterns, ours) and known.whole_pieces == whole:
                 return name
     shown = ", ".join(patterns) or parts[-1].get("type")
-    problem = f"its pre-tokenizer ({shown}) has no name in GGUF files; {', '.join(SPLITTINGS)} are known"
+    problem = f"its pre-tokenizer ({shown}) has no name in GGUF files; {kinds_of_splitting()} are known"
     raise UnsupportedModelError(checkpoint, problem, _REMEDY)
 
 
@@ -146,10 +162,13 @@ def _scores(merges: list[tuple[str, str]], tokens: list[str]) -> list[float]:
     return [-float(ranks.get(token, len(merges))) for token in tokens]
 
 
+def _steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    return [] if normalizer is None else list(normalizer.get("normalizers", [normalizer]))
+
+
 def _has_prefix(normalizer: dict[str, Any] | None) -> bool:
     """Whether a text gets a space before its first word."""
-    steps = (normalizer or {}).get("normalizers", [normalizer or {}])
-    return {"type": "Prepend", "prepend": SPACE} in steps
+    return {"type": "Prepend", "prepend": SPACE} in _steps(normalizer)
 
 
 def _write_special(writer: Any, tokenizer: Any, ends: list[int]) -> None:

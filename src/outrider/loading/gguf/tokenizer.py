@@ -1,13 +1,14 @@
 """The tokenizer of a GGUF file, from its vocabulary, its merges or scores, and the name of its pre-tokenizer.
 
-Byte-level BPE is known with the pre-tokenizers named below, and the BPE of SentencePiece with byte fallback as Llama, Phi-3
-and Gemma have it. Other vocabularies are refused by name: a text that is cut in another way than the model has learnt would
-be read wrongly.
+BPE is known with the pre-tokenizers of splitting.py, and that of SentencePiece with byte fallback as Llama, Phi-3 and Gemma
+have it. Other vocabularies are refused by name: a text that is cut in another way than the model has
+learnt would be read wrongly.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -16,61 +17,12 @@ import numpy as np
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf.header import GgufFile
+from outrider.loading.gguf.splitting import SPLITTINGS, Splitting, kinds_of_splitting
 
 _AGAIN = "Download the file again."
 _UNKNOWN = 'Pass tokenizer="FOLDER or hub id" of the original checkpoint.'
 _CONTROL, _USER_DEFINED = 3, 4
 SPACE = "\u2581"
-
-
-@dataclass(frozen=True)
-class Splitting:
-    """How text is cut before merges.
-
-    Attributes:
-        patterns: The regular expressions of pieces. Each one cuts what the ones before it have left.
-        composes: Whether text is brought into the composed form of Unicode (NFC).
-        whole_pieces: Whether a piece that is a token is one, whatever its merges would give.
-    """
-
-    patterns: tuple[str, ...]
-    composes: bool = False
-    whole_pieces: bool = False
-
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA_3 = Splitting((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), whole_pieces=True)
-_QWEN_2 = Splitting((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), composes=True)
-#: That of GPT-2, which byte-level pre-tokenizers have of their own.
-GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-#: Every digit is a piece.
-DIGIT = r"\p{N}"
-_SIGNS = r"[\p{P}$+<=>^~|]+"
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_BEFORE = r"[^\r\n\p{L}\p{N}]?"
-_OF_CAPITALS = (rf"{_BEFORE}{_UPPER}*{_LOWER}+", rf"{_BEFORE}{_UPPER}+{_LOWER}*")
-_LINES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT_4O = Splitting(
-    ("|".join([*(f"{word}{_CONTRACTIONS}?" for word in _OF_CAPITALS), rf"\p{{N}}{{1,3}}|{_LINES}"]),), whole_pieces=True
-)
-_TEKKEN = Splitting(("|".join([*_OF_CAPITALS, rf"\p{{N}}|{_LINES}"]),), whole_pieces=True)
-#: The pre-tokenizers of byte-level BPE by their names in files.
-SPLITTINGS = {
-    "gpt-4o": _GPT_4O,
-    "gpt-2": Splitting((GPT_2,)),
-    "smollm": Splitting((DIGIT, GPT_2)),
-    "default": Splitting((_SIGNS, GPT_2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "llama3": _LLAMA_3,
-    "llama-v3": _LLAMA_3,
-    "llama-bpe": _LLAMA_3,
-    "qwen2": _QWEN_2,
-    "deepseek-r1-qwen": _QWEN_2,
-    "tekken": _TEKKEN,
-}
-#: Those with which texts begin with a token, where a file says nothing of it.
-_BEGIN = (_LLAMA_3, _TEKKEN)
 
 
 def read_gguf_tokenizer(file: GgufFile) -> Any | None:
@@ -88,10 +40,11 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     check_file_limit(file.path, "template_bytes", len(template.encode()) if isinstance(template, str) else 0)
     if kind in (None, "rwkv", "no_vocab", "none"):
         return None
-    if kind == "gpt2":
-        backend = _byte_level(vocabulary)
+    if kind in ("gpt2", "gemma4"):
+        splitting = _splitting(vocabulary, kind if kind == "gemma4" else vocabulary.get("pre"))
+        begins, backend = splitting.begins, (_of_text if splitting.of_text else _byte_level)(vocabulary, splitting)
     elif kind == "llama" and file.metadata.get("general.architecture") in _WITH_PIECES:
-        backend = _sentence_piece(vocabulary)
+        begins, backend = True, _sentence_piece(vocabulary)
     else:
         architecture = file.metadata.get("general.architecture")
         problem = (
@@ -102,8 +55,7 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     backend.add_special_tokens(vocabulary.added(special=True))
     backend.add_tokens(vocabulary.added(special=False))
     named = {f"{name}_token": vocabulary.named(f"{key}_token_id") for name, key in _NAMED.items()}
-    begins = kind == "llama" or SPLITTINGS.get(vocabulary.get("pre")) in _BEGIN  # where the file says nothing
-    if vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
+    if kind == "gemma4" or vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
         _put_first(backend, vocabulary, "bos_token_id")
     return PreTrainedTokenizerFast(
         tokenizer_object=_Given(backend),
@@ -121,23 +73,25 @@ def end_tokens(file: GgufFile) -> list[int]:
         ModelLoadError: One of them is no token, or the vocabulary is malformed.
     """
     vocabulary = _Vocabulary(file)
-    found = {vocabulary.number(f"{name}_token_id") for name in ("eos", "eot", "eom")}
+    found = {vocabulary.number(f"{name}_token_id") for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
     if isinstance(vocabulary.get("tokens"), list):
         found |= _ends_by_text(vocabulary)
     return sorted(number for number in found if number is not None)
 
 
-#: What ends a text or a turn, by its text. Those of the second line end what is written between two texts, or of a file.
+#: What ends a text or a turn, by its text. Those of the last lines end what is written between two texts, or of a file.
 _ENDS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
-    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
-    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<|ifm|im_end|>", "<EOT>", "_<EOT>", "\u2581<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
-    "<reponame>", "<|file_sep|>",
+    "<reponame>", "<|file_sep|>", "<|plamo:file_separator|>",
 })  # fmt: skip
 #: Where all of these end texts, the last one ends a part of an answer.
 _PARTS_OF_ANSWERS = (
     ("<|return|>", "<|call|>", "<|end|>"),
+    ("<|return|>", "<|calls|>", "<|end|>"),
     ("<|call|>", "<|flush|>", "<|end|>"),
     ("<|calls|>", "<|flush|>", "<|end|>"),
     ("<|tool_response>", "</s>"),
@@ -288,25 +242,59 @@ class _Vocabulary:
         return default if found is None else found
 
 
-def _byte_level(vocabulary: _Vocabulary) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    name = vocabulary.get("pre")
-    splitting = SPLITTINGS.get(name) if isinstance(name, str) else None
-    if splitting is None:
-        problem = f"its pre-tokenizer is {name!r}, and {', '.join(SPLITTINGS)} are known"
+def _splitting(vocabulary: _Vocabulary, name: Any) -> Splitting:
+    found = SPLITTINGS.get(name) if isinstance(name, str) else None
+    if found is None:
+        problem = f"its pre-tokenizer is {name!r}, and {kinds_of_splitting()} are known"
         raise UnsupportedModelError(vocabulary.file.path, problem, _UNKNOWN)
+    return found
+
+
+def _byte_level(vocabulary: _Vocabulary, splitting: Splitting) -> Any:
+    from tokenizers import decoders, models, pre_tokenizers
+
     tokens, merges = vocabulary.tokens, vocabulary.merges()
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    with _merges_checked(vocabulary):
+        model = models.BPE(vocab=tokens, merges=merges, ignore_merges=splitting.whole_pieces)
+    tokenizer = _cutting(model, splitting.patterns, bytes_only)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _of_text(vocabulary: _Vocabulary, splitting: Splitting) -> Any:
+    """That of Gemma 4, with tokens of bytes for letters that are none."""
+    from tokenizers import decoders, models, normalizers
+
+    tokens, merges, patterns = vocabulary.tokens, vocabulary.merges(), splitting.patterns
+    if splitting.whole_breaks and ("\n", "\n") not in merges:
+        longest = max((len(name) for name in tokens if not name.strip("\n")), default=1)
+        patterns += (rf"\A\n{{1,{longest}}}\z|\n",)
+        pairs = [("\n" * (size - 1), "\n") for size in range(longest, 1, -1)]  # so that a run grows at its begin alone
+        merges = [pair for pair in pairs if tokens.keys() >= {*pair, "".join(pair)}] + merges
+    with _merges_checked(vocabulary):
+        model = models.BPE(vocab=tokens, merges=merges, byte_fallback=True)
+    tokenizer = _cutting(model, patterns)
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+@contextmanager
+def _merges_checked(vocabulary: _Vocabulary) -> Iterator[None]:
     try:
-        tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=merges, ignore_merges=splitting.whole_pieces))
+        yield
     except Exception as error:  # it has no type of its own, and names one of the texts
         raise vocabulary.wrong_merge() or error from None
-    if splitting.composes:
-        tokenizer.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns]
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_only])
-    tokenizer.decoder = decoders.ByteLevel()
+
+
+def _cutting(model: Any, patterns: tuple[str, ...], *steps: Any) -> Any:
+    """A tokenizer whose texts are cut by these patterns, one after another, and go through these steps."""
+    from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, *steps])
     return tokenizer
 
 
