@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -19,6 +19,7 @@ from outrider.prompts import PromptEncoder
 from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
 from outrider.server.tool_forms import ToolForm, tool_form
 from outrider.server.tool_grammars import calls_grammar
+from outrider.server.tool_reader import BARE_NAME, MOST
 from outrider.server.tools import ToolUse, special_marks
 
 #: Keywords of a schema that allow no property.
@@ -92,9 +93,21 @@ def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None
     tokenizer = _template_of(prompts)
     template = template_of(tokenizer, tools=True)
     form = parser or tool_form(template)
+    _check_names(form, template, asked.tools or ())
     schemas = {tool.function.name: tool.function.parameters or {} for tool in asked.tools or ()}
     most = 1 if asked.parallel_tool_calls is False else None
     return ToolUse(form, schemas, special_marks(form, tokenizer), forces_calls(asked), most, template or "")
+
+
+def _check_names(form: ToolForm, template: str, tools: Sequence[Tool]) -> None:
+    """Raise UnsupportedParameterError for a name that a call in this form could not have, so that nobody would hear it."""
+    if form in ("hermes", "llama") or (form == "mistral" and "[ARGS]" not in template):  # as a text of JSON
+        return
+    for place, name in enumerate(tool.function.name for tool in tools):
+        if not BARE_NAME.fullmatch(name):
+            problem = "the model writes names of functions without quotes, and this one has signs that would end it"
+            remedy = f"Use up to {MOST} letters, digits and signs of _ - . : /."
+            raise UnsupportedParameterError(f"tools.{place}.function.name", name, problem, remedy)
 
 
 def forces_calls(asked: ChatRequest) -> bool:

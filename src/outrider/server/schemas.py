@@ -491,7 +491,7 @@ class Message(Turn):
 class FunctionShape(Shape):
     """A function that the model may call."""
 
-    name: str
+    name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

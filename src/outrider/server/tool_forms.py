@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from outrider.errors import UnsupportedParameterError
 from outrider.server.tool_reader import MOST, Reader, Steps, loads, no_call
-from outrider.server.tool_values import from_python, kinds_of, properties_of, resolved, typed
+from outrider.server.tool_values import from_python, kinds_of, member_of, resolved, typed
 
 #: What the arguments of functions look like, by name.
 Schemas = Mapping[str, dict[str, Any]]
@@ -218,14 +218,13 @@ def _tagged(tags: Tags, read: Reader, schemas: Schemas) -> Steps[None]:
         name = yield from read.name()
         yield from read.expect(tags.behind_name)
         schema = schemas.get(name)
-        properties = properties_of(resolved(schema, schema))
         arguments: dict[str, Any] = {}
         yield from read.space()
         while (yield from read.expect(tags.key, tags.end)) == tags.key:
             key, behind_key = yield from read.until(tags.behind_key, most=MOST)
             value, _ = yield from read.until(tags.behind_value)
             value = value.removeprefix("\n").removesuffix("\n") if tags.lines else value
-            kinds = kinds_of(properties.get(key), schema)
+            kinds = kinds_of(member_of(resolved(schema, schema), key), schema)
             if behind_key.re.groups:  # the call itself says whether it is a text
                 kinds = {"string"} if behind_key[1] == "true" else set()
             arguments[key] = typed(value, kinds)

@@ -165,6 +165,8 @@ class Reader:
 
 
 _NAME = re.compile(r"[\w.\-:/]")
+#: A name that stands without quotes.
+BARE_NAME = re.compile(rf"{_NAME.pattern}{{1,{MOST}}}")
 _QUOTES = re.compile(r'["\\]')
 _PLAIN = re.compile(r"[\w.+\-]")
 
