@@ -211,8 +211,10 @@ class ChatAnswer(Answer):
         self._count = job.params.logprobs
 
     def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
-        content, calls = self._hear(number, output.text, last=True)
+        content, thoughts, calls = self._hear(number, output.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if calls:
             message["tool_calls"] = [{name: part for name, part in call.items() if name != "index"} for call in calls]
         logprobs = self._scores(output.logprobs)
@@ -224,11 +226,13 @@ class ChatAnswer(Answer):
             yield self._chunk([{"index": number, "delta": delta, "logprobs": None, **_end(None)}])
 
     def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
-        content, calls = self._hear(number, piece.text, last=piece.output is not None)
+        content, thoughts, calls = self._hear(number, piece.text, last=piece.output is not None)
         extras = self._piece_extras(piece)
-        if not (content or calls or piece.output or piece.logprobs or extras):
+        if not (content or thoughts or calls or piece.output or piece.logprobs or extras):
             return None
         delta: dict[str, Any] = {"content": content} if content else {}
+        if thoughts:
+            delta["reasoning_content"] = thoughts
         if calls:
             delta["tool_calls"] = calls
         called = number in self._listeners and self._listeners[number].num_calls > 0
@@ -238,15 +242,16 @@ class ChatAnswer(Answer):
     def _scores(self, logprobs: Sequence[PositionLogprobs] | None) -> dict[str, Any] | None:
         return None if self._count is None else chat_logprobs(logprobs or (), self._count, self.tokenizer)
 
-    def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text for the reader, and the calls, in more of a choice's text."""
+    def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        """The text for the reader, the thoughts and the calls, in more of a choice's text."""
         if self.job.tools is None:
-            return text, []
+            return text, "", []
         if number not in self._listeners:
             self._listeners[number] = self.job.tools.listener(in_parts=bool(self.job.asked.stream))
         listener = self._listeners[number]
         found = [listener.hear(text), *([listener.finish()] if last else [])]
-        return "".join(heard.content for heard in found), [call for heard in found for call in heard.calls]
+        content, thoughts = ("".join(getattr(heard, kind) for heard in found) for kind in ("content", "thoughts"))
+        return content, thoughts, [call for heard in found for call in heard.calls]
 
 
 def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from outrider.errors import (
 from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
-from outrider.server.tool_forms import ToolForm, tool_form
+from outrider.server.tool_forms import ToolForm, tells_thoughts, tool_form
 from outrider.server.tool_grammars import calls_grammar
 from outrider.server.tool_reader import BARE_NAME, MOST
 from outrider.server.tools import ToolUse, special_marks
@@ -78,7 +78,7 @@ def wanted_tools(asked: ChatRequest) -> bool:
 
 
 def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None = None) -> ToolUse | None:
-    """How calls of tools are heard in the answer; None where no tools are wanted.
+    """How calls of tools are heard in the answer, and thoughts; None where there are neither.
 
     Args:
         asked: The request.
@@ -88,9 +88,10 @@ def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None
     Raises:
         InputError: The model knows no tools, or their form is not known.
     """
-    if not wanted_tools(asked):
-        return None
     tokenizer = _template_of(prompts)
+    if not wanted_tools(asked):
+        marks = special_marks("harmony", tokenizer) if parser == "harmony" or tells_thoughts(template_of(tokenizer)) else {}
+        return ToolUse("harmony", {}, marks, only_calls=False, max_calls=0) if marks else None
     template = template_of(tokenizer, tools=True)
     form = parser or tool_form(template)
     _check_names(form, template, asked.tools or ())

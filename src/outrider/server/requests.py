@@ -188,7 +188,7 @@ class Job:
         namespace: Whose it is.
         is_silent: Whether no token is told: only the prompt and its log probabilities are wanted.
         is_recorded: Whether somebody else than the client wants to know of its rounds.
-        tools: How calls of tools are heard in the texts; None where there are no tools.
+        tools: How calls of tools, and thoughts, are heard in the texts; None where there are none.
     """
 
     asked: CommonRequest
