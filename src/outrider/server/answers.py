@@ -296,7 +296,7 @@ class CompletionLogprobs:
         """The lists of a prompt's tokens, which come before all others; the first of them has no log probability."""
         found = self.shape(())
         for token, entry in zip(prompt.token_ids, positions, strict=True):
-            self._add(found, token, prompt.first, entry, longest=len(prompt.text))
+            self._add(found, token, prompt.first, entry, prompt.text)
         self._offset, self._pieces = len(prompt.text), self._begun()
         return found
 
@@ -308,16 +308,20 @@ class CompletionLogprobs:
         return found
 
     def _add(
-        self, found: dict[str, Any], token: int, text: str, entry: PositionLogprobs | None, longest: int | None = None
+        self, found: dict[str, Any], token: int, first: str, entry: PositionLogprobs | None, prompt: str | None = None
     ) -> None:
         own = None if entry is None else next(iter(entry.values()))
         found["text_offset"].append(self._offset)
         found["token_logprobs"].append(None if own is None else _number(own.logprob))
-        found["tokens"].append(text if own is None else own.decoded_token or "")
+        read = first if own is None else own.decoded_token or ""
+        found["tokens"].append(read)
         found["top_logprobs"].append(None if entry is None else _likeliest_by_text(entry, self._count))
         # What it adds to the text: nothing where it is special, or where a later one completes its character.
-        self._offset += 0 if self._pieces is None else len(self._pieces.add(token))
-        self._offset = self._offset if longest is None else min(self._offset, longest)
+        added = "" if self._pieces is None else self._pieces.add(token)
+        if prompt is not None and not added and prompt.startswith(read, self._offset):
+            added = read  # special, and in a prompt that was given with it
+        self._offset += len(added)
+        self._offset = self._offset if prompt is None else min(self._offset, len(prompt))
 
     def _begun(self) -> TextPieces | None:
         return None if self._tokenizer is None else TextPieces(self._tokenizer)

@@ -18,13 +18,13 @@ class Heard:
 
     Attributes:
         content: Text for the reader.
-        thoughts: Text that is not for him, where a form says so of its messages.
         calls: Calls in OpenAI's form; of a call that is told in parts, the later parts have an index and arguments alone.
+        thoughts: Text that is not for him, where a form says so of its messages.
     """
 
     content: str = ""
-    thoughts: str = ""
     calls: tuple[dict[str, Any], ...] = ()
+    thoughts: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ToolListener:
     def _heard(self, content: str) -> Heard:
         calls, self._parts = tuple(self._parts), []
         thoughts, self._thoughts = self._thoughts, ""
-        return Heard("" if self._only_calls else content, thoughts, calls)
+        return Heard("" if self._only_calls else content, calls, thoughts)
 
     def _run(self) -> str:
         """Read as far as the text goes; returns what of it is content."""
