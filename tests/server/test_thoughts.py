@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,14 +19,13 @@ from tests.server.test_tool_forms import HARMONY
 
 #: It thinks, and gives the answer, or calls a tool.
 _THOUGHT = '<|channel|> "analysis" <|message|> /[a-z ]{30}/ "</think>" <|end|> <|start|> "assistant" '
-_FINAL = f'start: {_THOUGHT} <|channel|> "final" <|message|> "It is 5."'
+FINAL = f'start: {_THOUGHT} <|channel|> "final" <|message|> "It is 5."'
 _CALL = f"""start: {_THOUGHT} " to=functions.stop" <|channel|> "commentary json" <|message|> "{{}}\""""
 _TEMPLATE = TEMPLATE.replace("{{ ending }}", "<|start|>assistant{# <|channel|>analysis<|message|> to=functions. #}")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("harmony")
+def save_harmony(folder: Path) -> str:
+    """The embedded target with the tokens of gpt-oss for messages; returns its folder."""
     tokenizer, model = (
         given_tokenizer(default_model("target")),
         AutoModelForCausalLM.from_pretrained(default_model("target")),
@@ -36,7 +36,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     tokenizer.chat_template = _TEMPLATE
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    with running(str(folder)) as server:
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(save_harmony(tmp_path_factory.mktemp("harmony"))) as server:
         yield server
 
 
@@ -50,7 +55,7 @@ def client(server: Server) -> openai.OpenAI:
 )
 def test_thoughts_are_told_beside_the_answer(client: openai.OpenAI, fields: Any) -> None:
     asked: Any = {"model": client.models.list().data[0].id, "messages": [{"role": "user", "content": "x"}], **fields}
-    asked |= {"max_tokens": 90, "seed": 3, "extra_body": {"guided_grammar": _FINAL}}
+    asked |= {"max_tokens": 90, "seed": 3, "extra_body": {"guided_grammar": FINAL}}
     message: Any = client.chat.completions.create(**asked).choices[0].message
     assert message.content == "It is 5."
     assert re.fullmatch("[a-z ]{30}</think>", message.reasoning_content)
