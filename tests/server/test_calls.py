@@ -121,6 +121,8 @@ def test_an_automatic_call_is_the_only_one_where_that_is_asked_for(client: opena
         ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tool_choice": "required", "tools": None}, "tool_choice"),
+        ({"tools": [*TOOLS, tool("", POINT)]}, "tools.2.function.name"),
+        ({"tools": [tool("", POINT)], "tool_choice": "required"}, "tools.0.function.name"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tool_choice": "required", "tools": [tool("f", {"type": "no such type"})]}, "tools.0.function.parameters"),
         ({"tool_choice": "required", "tools": [tool("f", {"description": "x" * 70_000})]}, "tools"),

@@ -51,7 +51,7 @@ def test_the_limits_are_those_of_the_page() -> None:
     rows = re.findall(r"^\| `(--[a-z-]+)` \| ([^|]+) \| ", section, re.MULTILINE)
     told = {name: value.replace(",", "") for name, value in rows}
     defaults = {name: str(options()[name]).removesuffix(".0") for name in told}
-    assert len(told) == 17
+    assert len(told) == 19
     unset = {"--max-model-len": "the model's", "--request-seconds": "none", "--stalled-seconds": "60 not with `--replicas`"}
     unset |= {"--header-seconds": "30 not with `--replicas`", "--body-seconds": "60 not with `--replicas`"}
     unset |= {"--max-connections": "as files leave room for not with `--replicas`"}

@@ -175,6 +175,8 @@ def test_what_does_not_finish_in_time_is_ended() -> None:
         assert '"code":"timeout"' in lines[-2]
         assert lines[-1] == "data: [DONE]"
         assert server.rests()
+        server.logged(code="timeout")
+        assert not [line for line in server.lines if line.get("level") == "error"], "nothing of the server has failed"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
 

@@ -241,6 +241,23 @@ def test_offsets_point_into_the_text(tokenizer: Any, echoed: bool) -> None:
         assert text[place:].encode().startswith(written)
 
 
+def test_offsets_of_an_echo_count_special_tokens_that_the_prompt_was_given_with(tokenizer: Any) -> None:
+    special = tokenizer.all_special_ids[0]
+    name = tokenizer.decode([special])
+    text = f"{name}{TEXT}{name}{name}n"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert tokens.count(special) == 3
+    for begun in ((), (special,)):  # what the tokenizer puts before each text is not in it
+        entries: list[Any] = [{token: Logprob(-1.0, 1, tokenizer.decode([token]))} for token in (*begun, *tokens)]
+        prompt = Prompt((*begun, *tokens), text, name)
+        lists = CompletionLogprobs(0, tokenizer)
+        offsets = lists.shape_prompt(prompt, [None, *entries[1:]])["text_offset"][len(begun) :]
+        assert offsets[0] == 0 or begun
+        places = [offset for offset, token in zip(offsets, tokens, strict=True) if token == special]
+        assert places[1:] == [len(name + TEXT), len(name + TEXT + name)]
+        assert offsets[-1] == len(text) - 1
+
+
 # -- what requests may hold ---------------------------------------------------------------------------------------------
 
 _USER = {"role": "user", "content": "x"}

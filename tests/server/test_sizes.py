@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,18 @@ from outrider.server.errors import ApiError
 from outrider.server.requests import ServerSettings, check_lists, check_values
 from outrider.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 from outrider.server.service import Service
+from tests.server.running import Server, running
 
+#: Of a server that takes hardly anything.
+LIMITS = {
+    "n": 2,
+    "stops": 2,
+    "list-items": 2,
+    "list-characters": 2,
+    "structure-bytes": 20,
+    "body-values": 20,
+    "body-bytes": 900,
+}
 SETTINGS = ServerSettings(model_name="small", max_list_items=3, max_list_characters=10)
 
 _TEXTS = st.text(st.sampled_from('ab,:"\\[]{}\n\u00e9'), max_size=6)
@@ -28,6 +41,12 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXTS, inner, max_size=4),
     max_leaves=30,
 )
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Server]:
+    with running(*(part for name, most in LIMITS.items() for part in (f"--max-{name}", str(most)))) as server:
+        yield server
 
 
 def num_separators(value: Any) -> int:
@@ -68,8 +87,31 @@ def test_a_text_full_of_punctuation_is_one_value() -> None:
 )
 def test_lists_that_cost_work_are_limited(fields: dict[str, Any], field: str) -> None:
     asked = CompletionRequest.read(json.dumps({"prompt": "x", **fields}).encode())
-    with pytest.raises(InvalidParameterError, match=rf"^{field}='\d+ (entries|characters in all)': too many. Use \d+ or"):
+    with pytest.raises(
+        InvalidParameterError, match=rf"^{field}='\d+ (entries|characters in all)': too many. Use \d+ or"
+    ) as raised:
         check_lists(asked, SETTINGS)
+    assert re.search("--max-(list-items|list-characters|stops) of the server", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("option", "fields"),
+    [
+        ("--max-n", {"n": 3}),
+        ("--max-stops", {"stop": ["a", "b", "c"]}),
+        ("--max-list-items", {"bad_words": ["a", "b", "c"]}),
+        ("--max-list-characters", {"stop": "abc"}),
+        ("--max-structure-bytes", {"guided_regex": "a{1,2}b{1,2}"}),
+        ("--max-body-values", {"logit_bias": {str(token): 1 for token in range(20)}}),
+        ("--max-body-bytes", {"prompt": "x" * 1000}),
+    ],
+)
+def test_a_limit_that_refuses_a_request_is_an_option_that_it_names(
+    limited: Server, option: str, fields: dict[str, Any]
+) -> None:
+    found = limited.post("/v1/completions", {"prompt": "x", "max_tokens": 2, **fields})
+    assert found.status_code in (400, 413)
+    assert f"The option {option} of the server allows more" in found.json()["error"]["message"]
 
 
 def test_lists_up_to_the_limit_are_taken() -> None:

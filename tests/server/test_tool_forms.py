@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -235,7 +236,9 @@ def test_a_text_that_ends_within_a_call_tells_no_call_at_once_and_what_there_is_
         ("harmony", '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"n": 1}<|call|>', "",
          [("add", {"n": 1})]),
         ("harmony", ' to=functions.add<|channel|>commentary json<|message|>{"n": 1}', "", [("add", {"n": 1})]),
-        ("harmony", "<|channel|>final<|message|>to=functions.add", None, []),
+        ("harmony", "<|channel|>final<|message|>to=functions.add", "to=functions.add", []),
+        ("harmony", "<|channel|>later<|message|>to=functions.add", None, []),
+        ("harmony", "<|channel|>final\n<|message|>x", None, []),
         ("llama", '<|python_tag|>{"name": "add", "parameters": {"n": 1}}; {"name": "now", "parameters": {}}', "",
          [("add", {"n": 1}), ("now", {})]),
         ("llama", '{"type": "function", "name": "add", "parameters": {"n": 1}}', "", [("add", {"n": 1})]),
@@ -258,19 +261,45 @@ def test_what_else_models_write(form: ToolForm, text: str, content: str | None, 
 
 
 def test_special_tokens_are_read_and_not_shown() -> None:
-    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
-    thought = "<|channel|>analysis<|message|>hm<|end|>"
-    text = thought + harmony("add", {"n": 1})
-    check("harmony", text, ("analysishm", [("add", {"n": 1})]), shown=marks)
-    check(
-        "harmony",
-        f"{thought}<|start|>assistant<|channel|>final<|message|>5",
-        ("analysishmassistantfinal5", []),
-        shown=marks,
-    )
+    check("harmony", f"{THOUGHT}{harmony('add', {'n': 1})}", ("", [("add", {"n": 1})]), shown=HARMONY)
+    check("harmony", f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>5", ("5", []), shown=HARMONY)
     check("mistral", f"So:{mistral('add', {'n': 1})}", ("So:", [("add", {"n": 1})]), shown=("[TOOL_CALLS]",))
     check("mistral", "a [TOOL_CALLS] b", ("a  b", []), shown=("[TOOL_CALLS]",))
     check("llama", "a <|python_tag|> b", ("a  b", []), shown=("<|python_tag|>",))
+
+
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
+THOUGHT = "<|channel|>analysis<|message|>hm <|end|>"
+_FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "content"),
+    [
+        (f"{THOUGHT}{_FINAL}5\n", "hm ", "5\n"),
+        (f"{THOUGHT}{THOUGHT}{_FINAL}5<|end|>", "hm \nhm ", "5"),
+        (f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{THOUGHT}{_FINAL}5", "hm ", "I look.\n5"),
+        (f"{THOUGHT}<|start|>assistant to=browser.search<|channel|>commentary <|constrain|>json<|message|>{{}}<|call|>",
+         "hm \n{}", ""),
+        (f"{THOUGHT}<|start|>assistant<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "hm \n1 + 1", ""),
+        (f"{THOUGHT}<|start|>assistant<|channel|>final <|constrain|>json<|message|>{{}}", "hm ", "{}"),
+        ("<|start|>assistant<|message|>5", "", "5"),
+        (f"{THOUGHT}<|start|>assistant<|channel|>fi", "hm ", ""),
+        (f"{THOUGHT}<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>js", "hm ", ""),
+        ("<|channel|>analysis<|message|>\n what", "\n what", ""),
+        ("5", "", "5"),
+    ],
+)  # fmt: skip
+def test_a_message_says_for_whom_it_is(text: str, thoughts: str, content: str) -> None:
+    """However the text is cut, but within its marks, which are tokens."""
+    tokens = re.findall(r"<\|\w+\|>|.", text, re.DOTALL)
+    for cut in range(len(tokens) + 1):
+        listener = ToolListener("harmony", shown=HARMONY, in_parts=True, max_calls=0)
+        pieces = ("".join(tokens[:cut]), "".join(tokens[cut:]))
+        heard = [*map(listener.hear, pieces), listener.finish()]
+        assert "".join(each.thoughts for each in heard) == thoughts, pieces
+        assert "".join(each.content for each in heard) == content, pieces
+        assert not any(each.calls for each in heard)
 
 
 _PARTS = [
@@ -297,7 +326,18 @@ _PARTS = [
         "</arg_value>",
     ),
     *("<|tool_call>call:f{", 'a:<|"|>', '<|"|>', "}", "<tool_call|>", "f(", "a=1", ")", ";", "<|channel|>", "<|message|>"),
-    *("to=functions.f", "<｜tool▁call▁begin｜>f", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "{}", "f"),
+    *(
+        "<|start|>assistant",
+        "analysis",
+        "final",
+        "<|end|>",
+        "to=functions.f",
+        "<｜tool▁call▁begin｜>f",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "{}",
+        "f",
+    ),
 ]
 
 
@@ -314,7 +354,7 @@ def test_how_any_text_is_cut_changes_nothing(form: ToolForm, parts: list[str], i
         for part in (part for each in found for part in each.calls):
             calls += [part["function"]["name"]] if "id" in part else []
             calls[-1] += part["function"]["arguments"]
-        return "".join(each.content for each in found), calls
+        return "".join(each.content for each in found), "".join(each.thoughts for each in found), calls
 
     assert raw(pieces) == raw([text])
 

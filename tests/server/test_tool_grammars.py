@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -16,6 +17,8 @@ from outrider.config import default_model
 from outrider.errors import UnsupportedParameterError
 from outrider.loading.tokenizers import given_tokenizer
 from outrider.params import StructuredOutputs
+from outrider.server.chat import tool_use
+from outrider.server.schemas import ChatRequest
 from outrider.server.tool_forms import FORMS, ToolForm
 from outrider.server.tool_grammars import calls_grammar
 from outrider.server.tools import ToolListener, special_marks
@@ -78,7 +81,7 @@ def pythonic(name: str, arguments: dict[str, Any]) -> str:
             return json.dumps(each, ensure_ascii=False)
         if isinstance(each, dict):
             return "{" + ", ".join(f"{json.dumps(key)}: {value(inner)}" for key, inner in each.items()) + "}"
-        return repr(each)
+        return "[" + ", ".join(map(value, each)) + "]" if isinstance(each, list) else repr(each)
 
     return f"[{name}({', '.join(f'{key}={value(each)}' for key, each in arguments.items())})]"
 
@@ -248,9 +251,64 @@ def test_names_may_be_words_of_a_language_or_have_signs(name: str, tokenizer: An
 
 
 @pytest.mark.parametrize(
+    ("form", "template", "name"),
+    [
+        *(("pythonic", "", "a b"), ("qwen", "", "a>b"), ("glm", "", "größer als"), ("gemma", "", "f{")),
+        *(("harmony", "", "a<"), ("deepseek", "", "a b"), ("mistral", "[ARGS]", "a b"), ("gemma", "", "x" * 257)),
+    ],
+)  # fmt: skip
+def test_a_function_whose_calls_could_not_be_heard_is_refused_by_its_name(form: ToolForm, template: str, name: str) -> None:
+    prompts: Any = SimpleNamespace(tokenizer=SimpleNamespace(chat_template="{{ tools }}" + template))
+    tools = [{"type": "function", "function": {"name": each}} for each in ("größer", name)]
+    asked = ChatRequest.model_validate({"messages": [], "tools": tools})
+    with pytest.raises(UnsupportedParameterError) as error:
+        tool_use(asked, prompts, form)
+    assert error.value.field == "tools.1.function.name"
+    for other in ("hermes", "llama", "mistral"):  # these write it as a text of JSON
+        assert tool_use(asked, SimpleNamespace(tokenizer=SimpleNamespace(chat_template="{{ tools }}")), other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("form", "key"), [("pythonic", "a b"), ("pythonic", "a=b"), ("qwen", "a>b"), ("gemma", "xml:lang")]
 )
 def test_a_name_that_could_not_be_heard_is_refused(form: ToolForm, key: str) -> None:
     schema = {"type": "object", "properties": {key: {"type": "string"}}}
     with pytest.raises(UnsupportedParameterError, match="name"):
         calls_grammar(form, {"f": schema}, several=False)
+
+
+OBJECTS: list[dict[str, Any]] = [
+    {},
+    {"z": [1, "a", {}], "size": "two words"},
+    {"a": {"b": None, "c d": {"e": [True, 0.5]}}, "my-key": False},
+]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_object_of_which_nothing_is_said_may_be_any(name: str, tokenizer: Any) -> None:
+    form, write, template = WRITERS[name]
+    inner = {"type": "object", "properties": {"z": {"type": "object"}, "of": {}}, "additionalProperties": False}
+    schemas = {"any": {"type": "object"}, "inner": inner, "none": {**inner, "properties": {}}}
+    grammar = calls_grammar(form, schemas, several=False, template=template)
+    inside = [{"z": each, "of": value} for each, value in zip(OBJECTS, (["x"], "two\nwords", 3), strict=True)]
+    for function, arguments in (*(("any", each) for each in OBJECTS), *(("inner", each) for each in inside), ("none", {})):
+        text = write(function, arguments)
+        assert taken(tokenizer, grammar, text), text
+        listener = ToolListener(form, schemas=schemas, only_calls=True)
+        (call,) = [each for heard in (listener.hear(text), listener.finish()) for each in heard.calls]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (function, arguments)
+    assert not taken(tokenizer, grammar, write("none", {"z": 1}))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_members_that_no_schema_names_have_the_values_that_are_asked_of_them(name: str, tokenizer: Any) -> None:
+    form, write, template = WRITERS[name]
+    for kind, good, bad in (("string", "5", None), ("integer", 5, "x")):
+        schema = {"type": "object", "additionalProperties": {"type": kind}}
+        grammar = calls_grammar(form, {"f": schema}, several=False, template=template)
+        text = write("f", {"a": good, "b": good})
+        assert taken(tokenizer, grammar, text), text
+        listener = ToolListener(form, schemas={"f": schema}, only_calls=True)
+        (call,) = [each for heard in (listener.hear(text), listener.finish()) for each in heard.calls]
+        assert json.loads(call["function"]["arguments"]) == {"a": good, "b": good}
+        assert bad is None or not taken(tokenizer, grammar, write("f", {"a": bad}))

@@ -204,7 +204,8 @@ export async function writeAll(asked: Asked, { heard, signal }: Hearing = {}): P
     if (event.error) throw new ServerError(event.error.message, 500, LEAVING.includes(event.error.code));
     for (const choice of event.choices) {
       if (!choice.trace) continue; // a chat opens with a chunk that has no text
-      const text: string = choice.text ?? choice.delta.content ?? "";
+      const delta = choice.delta ?? {}; // thoughts come first where the server tells them apart, and are tokens like others
+      const text: string = choice.text ?? `${delta.reasoning_content ?? ""}${delta.content ?? ""}`;
       take(found[choice.index], text, choice);
       heard?.({ index: choice.index, text, origins: choice.trace.origins });
     }

@@ -43,7 +43,7 @@ Method = Annotated[
         'or settings like {"method": "suffix", "branches": true}.'
     ),
 ]
-DraftModel = Annotated[str | None, typer.Option(help="Folder or hub id of a draft model.")]
+DraftModel = Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id of a draft model.")]
 NumDraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="Most draft tokens a step.")]
 Tree = Annotated[str | None, typer.Option(help="Draft trees: children by depth, like 3,2,1, or best_first, or sequoia.")]
 Rule = Annotated[str | None, typer.Option(help="auto, block, token, walk or coupled.")]

@@ -82,6 +82,8 @@ MaxN = Annotated[int, typer.Option(help="Texts of one request.")]
 MaxBody = Annotated[int, typer.Option(help="Of one request.")]
 MaxValues = Annotated[int, typer.Option(help="Names and values in the body of one request.")]
 MaxItems = Annotated[int, typer.Option(help="Entries of logit_bias, of bad_words, or of a list of token ids.")]
+MaxStops = Annotated[int, typer.Option(help="Stop strings of one request.")]
+MaxStructure = Annotated[int, typer.Option(help="Of a JSON schema, a regular expression or a grammar.")]
 MaxCharacters = Annotated[int, typer.Option(help="Characters of all stop strings, or of all bad_words.")]
 StepSeconds = Annotated[float, typer.Option(help="An engine whose step takes longer hangs: /health says so.")]
 RequestSeconds = Annotated[
@@ -125,6 +127,8 @@ _LIMITS = (
     "max_n",
     "max_list_items",
     "max_list_characters",
+    "max_stops",
+    "max_structure_bytes",
     "max_body_bytes",
     "max_body_values",
     "step_seconds",
@@ -176,6 +180,8 @@ def serve(
     max_body_values: MaxValues = 100_000,
     max_list_items: MaxItems = 1024,
     max_list_characters: MaxCharacters = 16 * 2**10,
+    max_stops: MaxStops = 16,
+    max_structure_bytes: MaxStructure = 64 * 2**10,
     step_seconds: StepSeconds = 120.0,
     request_seconds: RequestSeconds = None,
     header_seconds: HeaderSeconds = None,

@@ -211,8 +211,10 @@ class ChatAnswer(Answer):
         self._count = job.params.logprobs
 
     def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
-        content, calls = self._hear(number, output.text, last=True)
+        content, thoughts, calls = self._hear(number, output.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if calls:
             message["tool_calls"] = [{name: part for name, part in call.items() if name != "index"} for call in calls]
         logprobs = self._scores(output.logprobs)
@@ -224,11 +226,13 @@ class ChatAnswer(Answer):
             yield self._chunk([{"index": number, "delta": delta, "logprobs": None, **_end(None)}])
 
     def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
-        content, calls = self._hear(number, piece.text, last=piece.output is not None)
+        content, thoughts, calls = self._hear(number, piece.text, last=piece.output is not None)
         extras = self._piece_extras(piece)
-        if not (content or calls or piece.output or piece.logprobs or extras):
+        if not (content or thoughts or calls or piece.output or piece.logprobs or extras):
             return None
         delta: dict[str, Any] = {"content": content} if content else {}
+        if thoughts:
+            delta["reasoning_content"] = thoughts
         if calls:
             delta["tool_calls"] = calls
         called = number in self._listeners and self._listeners[number].num_calls > 0
@@ -238,15 +242,16 @@ class ChatAnswer(Answer):
     def _scores(self, logprobs: Sequence[PositionLogprobs] | None) -> dict[str, Any] | None:
         return None if self._count is None else chat_logprobs(logprobs or (), self._count, self.tokenizer)
 
-    def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """The text for the reader, and the calls, in more of a choice's text."""
+    def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        """The text for the reader, the thoughts and the calls, in more of a choice's text."""
         if self.job.tools is None:
-            return text, []
+            return text, "", []
         if number not in self._listeners:
             self._listeners[number] = self.job.tools.listener(in_parts=bool(self.job.asked.stream))
         listener = self._listeners[number]
         found = [listener.hear(text), *([listener.finish()] if last else [])]
-        return "".join(heard.content for heard in found), [call for heard in found for call in heard.calls]
+        content, thoughts = ("".join(getattr(heard, kind) for heard in found) for kind in ("content", "thoughts"))
+        return content, thoughts, [call for heard in found for call in heard.calls]
 
 
 def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, Any]:
@@ -291,7 +296,7 @@ class CompletionLogprobs:
         """The lists of a prompt's tokens, which come before all others; the first of them has no log probability."""
         found = self.shape(())
         for token, entry in zip(prompt.token_ids, positions, strict=True):
-            self._add(found, token, prompt.first, entry, longest=len(prompt.text))
+            self._add(found, token, prompt.first, entry, prompt.text)
         self._offset, self._pieces = len(prompt.text), self._begun()
         return found
 
@@ -303,16 +308,20 @@ class CompletionLogprobs:
         return found
 
     def _add(
-        self, found: dict[str, Any], token: int, text: str, entry: PositionLogprobs | None, longest: int | None = None
+        self, found: dict[str, Any], token: int, first: str, entry: PositionLogprobs | None, prompt: str | None = None
     ) -> None:
         own = None if entry is None else next(iter(entry.values()))
         found["text_offset"].append(self._offset)
         found["token_logprobs"].append(None if own is None else _number(own.logprob))
-        found["tokens"].append(text if own is None else own.decoded_token or "")
+        read = first if own is None else own.decoded_token or ""
+        found["tokens"].append(read)
         found["top_logprobs"].append(None if entry is None else _likeliest_by_text(entry, self._count))
         # What it adds to the text: nothing where it is special, or where a later one completes its character.
-        self._offset += 0 if self._pieces is None else len(self._pieces.add(token))
-        self._offset = self._offset if longest is None else min(self._offset, longest)
+        added = "" if self._pieces is None else self._pieces.add(token)
+        if prompt is not None and not added and prompt.startswith(read, self._offset):
+            added = read  # special, and in a prompt that was given with it
+        self._offset += len(added)
+        self._offset = self._offset if prompt is None else min(self._offset, len(prompt))
 
     def _begun(self) -> TextPieces | None:
         return None if self._tokenizer is None else TextPieces(self._tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -17,8 +17,9 @@ from outrider.errors import (
 from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
-from outrider.server.tool_forms import ToolForm, tool_form
+from outrider.server.tool_forms import ToolForm, tells_thoughts, tool_form
 from outrider.server.tool_grammars import calls_grammar
+from outrider.server.tool_reader import BARE_NAME, MOST
 from outrider.server.tools import ToolUse, special_marks
 
 #: Keywords of a schema that allow no property.
@@ -77,7 +78,7 @@ def wanted_tools(asked: ChatRequest) -> bool:
 
 
 def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None = None) -> ToolUse | None:
-    """How calls of tools are heard in the answer; None where no tools are wanted.
+    """How calls of tools are heard in the answer, and thoughts; None where there are neither.
 
     Args:
         asked: The request.
@@ -87,14 +88,27 @@ def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None
     Raises:
         InputError: The model knows no tools, or their form is not known.
     """
-    if not wanted_tools(asked):
-        return None
     tokenizer = _template_of(prompts)
+    if not wanted_tools(asked):
+        marks = special_marks("harmony", tokenizer) if parser == "harmony" or tells_thoughts(template_of(tokenizer)) else {}
+        return ToolUse("harmony", {}, marks, only_calls=False, max_calls=0) if marks else None
     template = template_of(tokenizer, tools=True)
     form = parser or tool_form(template)
+    _check_names(form, template, asked.tools or ())
     schemas = {tool.function.name: tool.function.parameters or {} for tool in asked.tools or ()}
     most = 1 if asked.parallel_tool_calls is False else None
     return ToolUse(form, schemas, special_marks(form, tokenizer), forces_calls(asked), most, template or "")
+
+
+def _check_names(form: ToolForm, template: str, tools: Sequence[Tool]) -> None:
+    """Raise UnsupportedParameterError for a name that a call in this form could not have, so that nobody would hear it."""
+    if form in ("hermes", "llama") or (form == "mistral" and "[ARGS]" not in template):  # as a text of JSON
+        return
+    for place, name in enumerate(tool.function.name for tool in tools):
+        if not BARE_NAME.fullmatch(name):
+            problem = "the model writes names of functions without quotes, and this one has signs that would end it"
+            remedy = f"Use up to {MOST} letters, digits and signs of _ - . : /."
+            raise UnsupportedParameterError(f"tools.{place}.function.name", name, problem, remedy)
 
 
 def forces_calls(asked: ChatRequest) -> bool:

@@ -95,8 +95,6 @@ def api_error(error: BaseException, names: Mapping[str, str] | None = None) -> A
         return ApiError(503, "the server is shutting down", code="shutting_down")
     if isinstance(error, EngineDiedError):
         return ApiError(503, "the engine has died; the server has to be started again", code="engine_died")
-    if isinstance(error, TimeoutError):
-        return ApiError(503, "the request took longer than this server allows by --request-seconds", code="timeout")
     if isinstance(error, OutriderError) and not isinstance(error, ModelError | ProposerError):
         return ApiError(500, str(error), code=_code(error))
     return ApiError(500, "the server failed; its log says why", code="internal_error")

@@ -159,7 +159,8 @@ async def read_body(request: Request, limit: int) -> bytes:
     Raises:
         ApiError: It is larger than `limit` bytes.
     """
-    problem = ApiError(413, f"the body is larger than {limit:,} bytes", code="body_too_large")
+    said = f"the body is larger than {limit:,} bytes. The option --max-body-bytes of the server allows more"
+    problem = ApiError(413, said, code="body_too_large")
     if int(request.headers.get("content-length", "0") or 0) > limit:
         raise problem
     found = bytearray()

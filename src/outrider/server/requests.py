@@ -188,7 +188,7 @@ class Job:
         namespace: Whose it is.
         is_silent: Whether no token is told: only the prompt and its log probabilities are wanted.
         is_recorded: Whether somebody else than the client wants to know of its rounds.
-        tools: How calls of tools are heard in the texts; None where there are no tools.
+        tools: How calls of tools, and thoughts, are heard in the texts; None where there are none.
     """
 
     asked: CommonRequest
@@ -287,7 +287,7 @@ class JobMaker:
             prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} prompts"
             samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
             problem = f"{prompts} with {samples} each make {num_texts} in all"
-            remedy = f"Ask for 1 to {self.settings.max_n} texts at a time."
+            remedy = f"Ask for 1 to {self.settings.max_n} texts at a time. {_more('max_n')}"
             raise InvalidParameterError("n", asked.n, problem, remedy)
         return num_texts
 
@@ -391,7 +391,7 @@ def check_size(name: str, structure: Any, settings: ServerSettings) -> None:
     """Raise InvalidParameterError where a structure is larger than the server allows."""
     size = len(json.dumps(structure))
     if size > settings.max_structure_bytes:
-        remedy = f"Use up to {settings.max_structure_bytes:,} bytes."
+        remedy = f"Use up to {settings.max_structure_bytes:,} bytes. {_more('max_structure_bytes')}"
         raise InvalidParameterError(name, "...", f"{size:,} bytes are too many", remedy)
 
 
@@ -500,15 +500,14 @@ _TEXTS = ("stop", "bad_words")
 
 def check_lists(asked: CommonRequest, settings: ServerSettings) -> None:
     """Raise InvalidParameterError where a list of a request has more entries, or longer ones, than the server takes."""
-    limits = {**dict.fromkeys(_LISTS, settings.max_list_items), "stop": settings.max_stops}
-    for name, most in limits.items():
-        entries = getattr(asked, name)
+    for name, limit in {**dict.fromkeys(_LISTS, "max_list_items"), "stop": "max_stops"}.items():
+        entries, most = getattr(asked, name), getattr(settings, limit)
         if entries is not None and not isinstance(entries, str) and len(entries) > most:
-            raise _too_large(name, len(entries), "entries", most)
+            raise _too_large(name, len(entries), "entries", most, limit)
     for name in _TEXTS:
         size = _num_characters(getattr(asked, name))
         if size > settings.max_list_characters:
-            raise _too_large(name, size, "characters in all", settings.max_list_characters)
+            raise _too_large(name, size, "characters in all", settings.max_list_characters, "max_list_characters")
 
 
 def check_headers(path: bytes, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -533,6 +532,7 @@ def check_values(body: bytes, most: int) -> None:
         if found <= most:
             return
     problem = f"the body holds more than {most:,} names and values. Send fewer of them; the length of texts does not count"
+    problem = f"{problem}. {_more('max_body_values').removesuffix('.')}"
     raise ApiError(413, problem, code="body_too_large")
 
 
@@ -540,5 +540,10 @@ def _num_characters(texts: str | Sequence[str] | None) -> int:
     return sum(map(len, [texts] if isinstance(texts, str) else texts or ()))
 
 
-def _too_large(name: str, size: int, of_what: str, most: int) -> InvalidParameterError:
-    return InvalidParameterError(name, f"{size:,} {of_what}", "too many", f"Use {most:,} or fewer.")
+def _too_large(name: str, size: int, of_what: str, most: int, limit: str) -> InvalidParameterError:
+    return InvalidParameterError(name, f"{size:,} {of_what}", "too many", f"Use {most:,} or fewer. {_more(limit)}")
+
+
+def _more(limit: str) -> str:
+    """What is said of a limit that a server has."""
+    return f"The option --{limit.replace('_', '-')} of the server allows more."

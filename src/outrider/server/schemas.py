@@ -121,7 +121,7 @@ IN_CHATS: dict[str, Refusal] = {
     "modalities": Refusal(_HERE, neutral=(["text"],)),
     "functions": Refusal("its newer name is tools", "Use tools.", ([],)),
     "function_call": Refusal("its newer name is tool_choice", "Use tool_choice.", ("none",)),
-    "include_reasoning": Refusal("thoughts are text like all other", neutral=(True,)),
+    "include_reasoning": Refusal("thoughts are told as the model writes them", neutral=(True,)),
     "web_search_options": Refusal("this server searches nothing"),
     "moderation": Refusal("it is a service of OpenAI"),
     "echo": Refusal("a conversation is not repeated", neutral=(False,)),
@@ -491,7 +491,7 @@ class Message(Turn):
 class FunctionShape(Shape):
     """A function that the model may call."""
 
-    name: str
+    name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -70,8 +70,7 @@ async def within(deadlines: Deadlines, end: float | None, items: AsyncGenerator[
     The time runs while an item is waited for and while it is used, and only the wait is broken off.
 
     Raises:
-        TimeoutError: It is over.
-        ApiError: The server has to end.
+        ApiError: Their time is over, or the server has to end.
     """
     async with aclosing(items):
         while True:
@@ -160,8 +159,7 @@ class Deadlines:
         """A block that is broken off at this time of the event loop's clock; None for no time of its own.
 
         Raises:
-            TimeoutError: Its own time is over.
-            ApiError: The server has to end.
+            ApiError: Its own time is over, or the server has to end.
         """
         if self._is_over:
             raise _over()
@@ -175,7 +173,10 @@ class Deadlines:
         except TimeoutError:
             if self._is_over:
                 raise _over() from None
-            raise
+            if not scope.expired():
+                raise
+            problem = "the request took longer than this server allows by --request-seconds"
+            raise ApiError(503, problem, code="timeout") from None  # its own time is no fault of ours
 
     def end_all(self) -> None:
         """Break off all blocks, and those that begin later."""

@@ -198,7 +198,7 @@ class Meter:
             ApiError: There is none now, or there will never be one for so many.
         """
         self._check(num_texts, self._limits.max_concurrent, "concurrency_limit", "this key may have {} at a time")
-        self._check(num_texts, self._max_texts, "queue_full", "this server takes {}")
+        self._check(num_texts, self._max_texts, "queue_full", "this server takes {} by --max-num-seqs and --max-queue")
         self.num_texts += num_texts
         begun = self._clock()
         try:

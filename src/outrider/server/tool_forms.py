@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from outrider.errors import UnsupportedParameterError
 from outrider.server.tool_reader import MOST, Reader, Steps, loads, no_call
-from outrider.server.tool_values import from_python, kinds_of, properties_of, resolved, typed
+from outrider.server.tool_values import from_python, kinds_of, member_of, resolved, typed
 
 #: What the arguments of functions look like, by name.
 Schemas = Mapping[str, dict[str, Any]]
@@ -131,25 +131,38 @@ def _deepseek(read: Reader, schemas: Schemas) -> Steps[None]:
 
 
 def _harmony(read: Reader, schemas: Schemas) -> Steps[None]:
-    """<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>; the channel may come second."""
-    if not (yield from read.takes("<|start|>", "<|channel|>")):
+    """<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>; the channel may come second. Other
+    heads say of the message behind them for whom it is: <|start|>assistant<|channel|>final<|message|>."""
+    mark = yield from read.takes("<|start|>", "<|channel|>")
+    if not mark:
         yield from read.space()
         yield from read.expect("to=functions.")
         read.at -= len("to=functions.")
-    head, _ = yield from read.until(_MESSAGE, most=MOST)
-    found = _HEAD.fullmatch(head) and _RECIPIENT.search(head)
-    if not found:
-        no_call()
-    yield from read.space()
-    yield from read.arguments(found[1])
-    yield from read.space()
-    yield from read.takes("<|call|>", "<|end|>")
+    head, _ = yield from read.until(_MESSAGE, most=2 * MOST)
+    head = mark + head
+    found = _CALL_HEAD.fullmatch(head) and _RECIPIENT.search(head)
+    if found:
+        yield from read.space()
+        yield from read.arguments(found[1])
+        yield from read.space()
+        yield from read.takes("<|call|>", "<|end|>")
+        read.settle()
+        return
+    channel = _HEAD.fullmatch(head) or no_call()
+    # What is for tools that nobody gave (to=browser.search) is no more for the reader than thoughts are.
+    read.told.append(("thoughts" if channel[1] == "analysis" or " to=" in head else "words", ""))
     read.settle()
 
 
 _MESSAGE = re.compile(re.escape("<|message|>"))
-_HEAD = re.compile(r"[^<\n]*(<\|channel\|>[^<\n]*)?(<\|constrain\|>[^<\n]*)?")
+_CALL_HEAD = re.compile(r"(<\|start\|>)?[^<\n]*(<\|channel\|>[^<\n]*)?(<\|constrain\|>[^<\n]*)?")
 _RECIPIENT = re.compile(r"to=functions\.([\w.\-:/]+)")
+_HEAD = re.compile(
+    r"(?:<\|start\|>assistant(?: to=[\w.]+)? ?)?(?:<\|channel\|>(analysis|commentary|final))?(?: to=[\w.]+)?(?: ?\w+)? ?"
+    r"(?:<\|constrain\|>[^<\n]*)?"
+)
+#: What a text may end with where it is cut off, and which is part of a head and no text.
+_BEGUN_HEAD = re.compile(r"<\|(?:start|channel)\|>[^<\n]*(?:<\|(?:channel|constrain)\|>[^<\n]*)*")
 
 
 # --- Calls whose arguments stand between tags: texts as they are, and other values as JSON.
@@ -218,14 +231,13 @@ def _tagged(tags: Tags, read: Reader, schemas: Schemas) -> Steps[None]:
         name = yield from read.name()
         yield from read.expect(tags.behind_name)
         schema = schemas.get(name)
-        properties = properties_of(resolved(schema, schema))
         arguments: dict[str, Any] = {}
         yield from read.space()
         while (yield from read.expect(tags.key, tags.end)) == tags.key:
             key, behind_key = yield from read.until(tags.behind_key, most=MOST)
             value, _ = yield from read.until(tags.behind_value)
             value = value.removeprefix("\n").removesuffix("\n") if tags.lines else value
-            kinds = kinds_of(properties.get(key), schema)
+            kinds = kinds_of(member_of(resolved(schema, schema), key), schema)
             if behind_key.re.groups:  # the call itself says whether it is a text
                 kinds = {"string"} if behind_key[1] == "true" else set()
             arguments[key] = typed(value, kinds)
@@ -380,6 +392,7 @@ class Form:
         marks: Further signs of the form, which a tokenizer may have as special tokens.
         at_start: Whether a text may begin with a call that has no mark.
         is_whole: Whether a text with calls is nothing but calls.
+        begun: What a text may end with which is no text then, where the marks in it are special tokens.
         taught: What a chat template that teaches this form holds: one of these, each a part or several of them.
     """
 
@@ -388,6 +401,7 @@ class Form:
     marks: tuple[str, ...] = ()
     at_start: bool = False
     is_whole: bool = False
+    begun: re.Pattern[str] | None = None
     taught: tuple[tuple[str, ...], ...] = ()
 
 
@@ -399,6 +413,7 @@ FORMS: dict[ToolForm, Form] = {
         opens=("<|start|>", "<|channel|>"),
         marks=("<|message|>", "<|constrain|>", "<|call|>", "<|end|>"),
         at_start=True,
+        begun=_BEGUN_HEAD,
         taught=(("<|channel|>", "to=functions."), ("<|channel|>", "functions", "<|call|>")),
     ),
     "mistral": Form(_mistral, opens=("[TOOL_CALLS]",), marks=("[ARGS]", "[CALL_ID]"), taught=(("[TOOL_CALLS]",),)),
@@ -439,6 +454,11 @@ FORMS: dict[ToolForm, Form] = {
 }
 #: Templates with these teach another form, which has signs of one of these.
 _OTHERS = ("<tool_calls>", "<seed:tool_call>")
+
+
+def tells_thoughts(template: str) -> bool:
+    """Whether a model with this chat template says of each message for whom it is."""
+    return all(sign in template for sign in ("<|channel|>", "<|message|>", "analysis"))
 
 
 def tool_form(template: str | None) -> ToolForm:

@@ -10,6 +10,7 @@ from typing import Any
 
 from outrider.errors import UnsupportedParameterError
 from outrider.server.tool_forms import Schemas, ToolForm
+from outrider.server.tool_reader import MOST
 from outrider.server.tool_values import kinds_of, plain_text, resolved
 from outrider.structured.structures import followed
 
@@ -24,6 +25,8 @@ _ASKS = frozenset({
     "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
     "maxProperties", "allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef",
 })  # fmt: skip
+#: The names of arguments that no schema names: without the signs that end a name in one form or another.
+_ANY_NAME = rf"""/[^\s<>{{}}()\[\]"',:=]{{1,{MOST}}}/"""
 #: What of it may be asked of a text that has no quotes, and of an object whose members are written one by one.
 _OF_TEXTS = frozenset({"minLength", "maxLength"})
 _OF_OBJECTS = frozenset({"properties", "required", "additionalProperties"})
@@ -106,14 +109,19 @@ class Book:
             self.rules.append(f"{name}: {make(name)}")
         return self._known[key]
 
-    def members(self, schema: Any, separator: str, member: Callable[[str, Any], str]) -> str:
-        """The properties of an object in their order; those that are not required may be left out."""
+    def members(self, schema: Any, separator: str, member: Callable[[str | None, Any], str]) -> str:
+        """The properties of an object in their order; those that are not required may be left out. Where a schema names
+        none, there may be any, with names of the model's own: `member` is asked for one without a name."""
         properties = list((schema.get("properties") or {}).items()) if isinstance(schema, dict) else []
         required = set(schema.get("required") or ()) if isinstance(schema, dict) else set()
         asked = sorted(_ASKS & {*followed(schema)} - _OF_OBJECTS) if isinstance(schema, dict) else []
         unknown = sorted(required - {key for key, _ in properties})
         if asked or unknown:
             raise _refused(f"{asked[0]!r} of an object" if asked else f"{unknown[0]!r}, which has no schema,", schema)
+        others = schema.get("additionalProperties", True) if isinstance(schema, dict) else False
+        if not properties and others is not False:
+            one = self.rule(member(None, {} if others is True else others))
+            return self.rule(f"({one} ({self.text(separator)} {one})*)?")
         first, later = '""', '""'
         for key, value in reversed(properties):
             one = self.rule(member(key, value))
@@ -220,6 +228,8 @@ def _tag_value(book: Book, schema: Any, root: Any, behind: str) -> str:
     if values is not None:
         return "(" + " | ".join(book.text(plain_text(value) + behind) for value in values) + ")"
     kinds = kinds_of(schema)
+    if _says_nothing(schema):  # whatever it is, it is heard as that
+        return book.free(behind, {})
     if not kinds and not (isinstance(schema, dict) and schema.keys() & {"anyOf", "oneOf", "allOf"}):
         return f"{book.json(schema, root)} {book.text(behind)}"
     if kinds and "string" not in kinds:
@@ -237,12 +247,20 @@ def _bounds(schema: Mapping[str, Any]) -> set[str]:
     return found.union(*(_ASKS & {*part} for part in parts if isinstance(part, dict)))
 
 
+def _says_nothing(schema: Any) -> bool:
+    """Whether a schema takes any value."""
+    return isinstance(schema, dict) and not {*schema} & (_ASKS | {"type"})
+
+
 def _tagged_call(open_: str, key: str, behind_key: str, behind_value: str, close: str) -> Callable[[Book, str, Any], str]:
     def call(book: Book, name: str, schema: Any) -> str:
         root = schema
 
-        def member(argument: str, each: Any) -> str:
-            head = book.text(f"{key}{_named(argument, behind_key[0])}{behind_key}")
+        def member(argument: str | None, each: Any) -> str:
+            if argument is None:
+                head = f"{book.text(key)} {_ANY_NAME} {book.text(behind_key)}"
+            else:
+                head = book.text(f"{key}{_named(argument, behind_key[0])}{behind_key}")
             return f"{head} {_tag_value(book, each, root, behind_value)}"
 
         return f"{book.text(open_.format(name))} {book.members(resolved(schema, root), '', member)} {book.text(close)}"
@@ -254,13 +272,16 @@ def _dsml_call(book: Book, name: str, schema: Any) -> str:
     """Each argument says whether it is a text."""
     end = "</｜DSML｜parameter>\n"
 
-    def member(argument: str, each: Any) -> str:
+    def member(argument: str | None, each: Any) -> str:
         def head(kind: str) -> str:
-            return book.text(f'<｜DSML｜parameter name="{_named(argument, chr(34))}" string="{kind}">')
+            before, behind = '<｜DSML｜parameter name="', f'" string="{kind}">'
+            if argument is None:
+                return f"{book.text(before)} {_ANY_NAME} {book.text(behind)}"
+            return book.text(f"{before}{_named(argument, chr(34))}{behind}")
 
         kinds = kinds_of(resolved(each, schema))
         text, other = kinds == {"string"}, f"{head('false')} {book.json(each, schema)} {book.text(end)}"
-        if text or ("string" in kinds and not _bounds(followed(each))):
+        if text or _says_nothing(each) or ("string" in kinds and not _bounds(followed(each))):
             written = f"{head('true')} {_tag_value(book, each, schema, end)}"
             return written if text else f"{written} | {other}"
         return other
@@ -281,17 +302,19 @@ class Notation:
         literal: A value of an enumeration.
         constants: What stands for true, false and null.
         separator: Between the parts of lists and objects.
-        key: Writes the name of an argument, with what is behind it.
+        unfit: Signs that the name of an argument may not have.
+        behind_key: What stands behind it.
     """
 
     text: Callable[[Book, Mapping[str, Any]], str]
     literal: Callable[[Any], str]
     separator: str
-    key: Callable[[str], str]
+    unfit: str
+    behind_key: str
     constants: Mapping[Any, str] = field(default_factory=lambda: {True: "true", False: "false", None: "null"})
 
     def value(self, book: Book, schema: Any, root: Any) -> str:
-        """The rule of a value. Where a schema says nothing of it, it is a text."""
+        """The rule of a value."""
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             return book.once(schema["$ref"], lambda _: self.value(book, resolved(schema, root), root))
         schema = followed(schema)
@@ -300,6 +323,8 @@ class Notation:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             return "(" + " | ".join(book.text(self.literal(value)) for value in values) + ")"
+        if _says_nothing(schema):
+            return book.once("", lambda name: self._any(book, name))
         parts = [part for name in ("anyOf", "oneOf") for part in schema.get(name, ())]
         parts = parts or [{**schema, "type": kind} for kind in _types(schema)]
         return "(" + " | ".join(self._one(book, part, root) for part in parts) + ")"
@@ -307,7 +332,7 @@ class Notation:
     def _one(self, book: Book, schema: Any, root: Any) -> str:
         kind = schema.get("type") if isinstance(schema, dict) else None
         if not isinstance(kind, str):
-            return self.value(book, schema, root) if schema else self.text(book, {})
+            return self.value(book, schema, root)
         if kind == "string":
             return self.text(book, schema)
         if kind in ("integer", "number"):
@@ -316,28 +341,48 @@ class Notation:
             names = [self.constants[each] for each in ((True, False) if kind == "boolean" else (None,))]
             return "(" + " | ".join(map(book.text, names)) + ")"
         if kind == "object":
-            return self.mapping(book, schema, root, "{", "}", lambda key: book.text(self.nested(key)))
+            return self.mapping(book, schema, root, "{", "}", lambda key: self._nested(book, key))
         item, (least, most) = self.value(book, schema.get("items", {}), root), _lengths(schema, "Items")
         if most == 0:
             return '"[]"'
         rest = f"({book.text(self.separator)} {item}){{{max(0, least - 1)},{most - 1 if isinstance(most, int) else most}}}"
         return f'"[" ({item} {rest}){"" if least else "?"} "]"'
 
-    def nested(self, key: str) -> str:
-        """The name of a member of an object within an argument."""
-        return self.literal(key) + ":" + (" " if self.separator.endswith(" ") else "")
+    def _any(self, book: Book, name: str) -> str:
+        """What matches any value; it has this name in itself."""
+        constants = " | ".join(map(book.text, self.constants.values()))
+        plain = f"{self.text(book, {})} | {book.json({'type': 'number'})} | {constants}"
+        member, separator = f"{self._nested(book, None)} {name}", book.text(self.separator)
+        listed = f'"[" ({name} ({separator} {name})*)? "]"'
+        return f'{plain} | {listed} | "{{" ({member} ({separator} {member})*)? "}}"'
 
-    def mapping(self, book: Book, schema: Any, root: Any, open_: str, close: str, name: Callable[[str], str]) -> str:
+    def _nested(self, book: Book, key: str | None) -> str:
+        """What matches the name of a member of an object within an argument; any name for None."""
+        behind = ": " if self.separator.endswith(" ") else ":"
+        return f"{self.text(book, {})} {book.text(behind)}" if key is None else book.text(self.literal(key) + behind)
+
+    def arguments(self, book: Book, schema: Any, open_: str, close: str) -> str:
+        """The rule of all arguments of a call, whose names have no quotes."""
+
+        def name(key: str | None) -> str:
+            if key is None:
+                return f"{_ANY_NAME} {book.text(self.behind_key)}"
+            return book.text(_named(key, self.unfit) + self.behind_key)
+
+        return self.mapping(book, schema, schema, open_, close, name)
+
+    def mapping(self, book: Book, schema: Any, root: Any, open_: str, close: str, name: Callable[[str | None], str]) -> str:
         """The members of an object between two signs."""
 
-        def member(key: str, each: Any) -> str:
+        def member(key: str | None, each: Any) -> str:
             return f"{name(key)} {self.value(book, each, root)}"
 
         return f"{book.text(open_)} {book.members(resolved(schema, root), self.separator, member)} {book.text(close)}"
 
 
 def _types(schema: Mapping[str, Any]) -> list[str]:
-    kind = schema.get("type", "string")
+    inferred = "object" if {*schema} & _OF_OBJECTS else "array" if "items" in schema else "string"
+    kind = schema.get("type", inferred)
     return [kind] if isinstance(kind, str) else list(kind)
 
 
@@ -351,11 +396,10 @@ def _gemma_call(open_: str, close: str, quote: str) -> Callable[[Book, str, Any]
     def literal(value: Any) -> str:
         return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
 
-    notation = Notation(text, literal, ",", lambda key: f"{_named(key, ':')}:")
+    notation = Notation(text, literal, ",", ":", ":")
 
     def call(book: Book, name: str, schema: Any) -> str:
-        inside = notation.mapping(book, schema, schema, "{", "}", lambda key: book.text(notation.key(key)))
-        return f"{book.text(f'{open_}call:{name}')} {inside} {book.text(close)}"
+        return f"{book.text(f'{open_}call:{name}')} {notation.arguments(book, schema, '{', '}')} {book.text(close)}"
 
     return call
 
@@ -375,11 +419,11 @@ def _python_literal(value: Any) -> str:
 
 _NOT_IN_NAMES = " \t\n\r=()[]{},'\""
 _CONSTANTS = {True: "True", False: "False", None: "None"}
-_PYTHON = Notation(_python_text, _python_literal, ", ", lambda key: f"{_named(key, _NOT_IN_NAMES)}=", _CONSTANTS)
+_PYTHON = Notation(_python_text, _python_literal, ", ", _NOT_IN_NAMES, "=", _CONSTANTS)
 
 
 def _python_call(book: Book, name: str, schema: Any) -> str:
-    return _PYTHON.mapping(book, schema, schema, f"{name}(", ")", lambda key: book.text(_PYTHON.key(key)))
+    return _PYTHON.arguments(book, schema, f"{name}(", ")")
 
 
 _FRAMES: dict[ToolForm, Frame] = {

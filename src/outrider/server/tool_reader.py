@@ -29,14 +29,15 @@ class Reader:
         text: What is known.
         at: How far it was read.
         ended: Whether there is no more of it.
-        told: What was read of calls and not yet taken: a call begins with its name, has arguments, and ends.
+        told: What was read of calls and not yet taken: a call begins with its name, has arguments, and ends. What follows
+            may be thoughts from here on, or words for the reader again.
         settled: Behind the last call that has ended.
         is_open: Whether a call has begun and not ended.
     """
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.ended = text, 0, False
-        self.told: list[tuple[Literal["begin", "arguments", "end"], str]] = []
+        self.told: list[tuple[Literal["begin", "arguments", "end", "thoughts", "words"], str]] = []
         self.settled, self.is_open = 0, False
 
     def begin(self, name: str) -> None:
@@ -165,6 +166,8 @@ class Reader:
 
 
 _NAME = re.compile(r"[\w.\-:/]")
+#: A name that stands without quotes.
+BARE_NAME = re.compile(rf"{_NAME.pattern}{{1,{MOST}}}")
 _QUOTES = re.compile(r'["\\]')
 _PLAIN = re.compile(r"[\w.+\-]")
 

@@ -7,10 +7,11 @@ import json
 from typing import Any
 
 
-def properties_of(schema: Any) -> dict[str, Any]:
-    """The schemas of the members of an object, by name; empty where there are none, or where it is malformed."""
-    found = schema.get("properties") if isinstance(schema, dict) else None
-    return found if isinstance(found, dict) else {}
+def member_of(schema: Any, name: str) -> Any:
+    """The schema of a member of an object; None where there is none, or where it is malformed."""
+    schema = schema if isinstance(schema, dict) else {}
+    properties = schema.get("properties")
+    return properties[name] if isinstance(properties, dict) and name in properties else schema.get("additionalProperties")
 
 
 def resolved(schema: Any, root: Any) -> Any:

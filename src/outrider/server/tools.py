@@ -1,4 +1,4 @@
-"""Hears calls of tools while they are written."""
+"""Hears calls of tools, and thoughts, while they are written."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ class Heard:
     Attributes:
         content: Text for the reader.
         calls: Calls in OpenAI's form; of a call that is told in parts, the later parts have an index and arguments alone.
+        thoughts: Text that is not for him, where a form says so of its messages.
     """
 
     content: str = ""
     calls: tuple[dict[str, Any], ...] = ()
+    thoughts: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class ToolListener:
         self._call: list[str] = []  # of one that is not told before it is whole: its name, and its arguments in parts
         self._whole: list[list[str]] = []  # calls that are told when nothing can make them text any more
         self._is_muted = False
+        self._is_thinking, self._thoughts = False, ""  # where we are, and what is told next
+        self._between: str | None = None  # what stands before the next thought; None where there was none yet
         self._parts: list[dict[str, Any]] = []  # what is told next
         self.num_calls = 0
 
@@ -112,7 +116,8 @@ class ToolListener:
 
     def _heard(self, content: str) -> Heard:
         calls, self._parts = tuple(self._parts), []
-        return Heard("" if self._only_calls else content, calls)
+        thoughts, self._thoughts = self._thoughts, ""
+        return Heard("" if self._only_calls else content, calls, thoughts)
 
     def _run(self) -> str:
         """Read as far as the text goes; returns what of it is content."""
@@ -166,22 +171,45 @@ class ToolListener:
             self._go_on(len(reader.text))
             return "" if self._in_parts else reader.text[reader.settled :]
         mark = None if is_sound or reader.settled else self._mark.match(reader.text)
+        if (
+            mark
+            and mark[0] in self._shown
+            and reader.ended
+            and self._form.begun
+            and self._form.begun.fullmatch(reader.text)
+        ):
+            self._go_on(len(reader.text))
+            return ""
         self._go_on(reader.at if is_sound else reader.settled if mark is None else mark.end())
         return "" if mark is None or mark[0] in self._shown else mark[0]
 
     def _words(self, text: str) -> str:
         """What is told of this content."""
+        if self._is_thinking:
+            self._thoughts += (self._between or "") + text if text else ""
+            self._between = "" if text else self._between
+            return ""
         if self._blank is None:
             return text
         text = self._blank + text
         self._blank = None if text.strip() else text
         return text if self._blank is None else ""
 
+    def _turn(self, *, is_thinking: bool) -> None:
+        """A message begins; it has lines of its own."""
+        self._is_thinking = is_thinking
+        if is_thinking:
+            self._between = None if self._between is None else "\n"
+        else:
+            self._blank = "\n" if self._blank is None else ""
+
     def _take(self) -> None:
         """What the reader has told of calls."""
         told, self._reader.told = self._reader.told, []
         for kind, text in told:
-            if self._in_parts:
+            if kind in ("thoughts", "words"):
+                self._turn(is_thinking=kind == "thoughts")
+            elif self._in_parts:
                 self._tell(kind, text)
             elif kind == "begin":
                 self._call = [text]

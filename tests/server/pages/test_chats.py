@@ -13,6 +13,7 @@ import pytest
 from tests.server.pages.playground import open_playground, run, set_slider
 from tests.server.pages.test_kept import openai_client
 from tests.server.running import TEMPLATE, Server, running
+from tests.server.test_thoughts import FINAL, save_harmony
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,29 @@ def test_the_scenes_ask_in_a_chat_unless_the_prompt_is_bare(page: Any, chats: Se
         (answer,) = page.watch.answers()[before:]
         assert ("prompt" in answer["asked"], "messages" in answer["asked"]) == (bare, not bare)
     assert page.watch.problems == []
+
+
+def test_thoughts_are_shown_while_they_are_written(page: Any, tmp_path: Path) -> None:
+    """They are tokens like others, though the server tells them beside the answer."""
+
+    def asking(route: Any) -> None:
+        route.continue_(post_data=json.dumps({**json.loads(route.request.post_data), "guided_grammar": FINAL}))
+
+    page.route("**/v1/chat/completions", asking)
+    with running(save_harmony(tmp_path)) as server:
+        open_playground(page, server)
+        page.evaluate("""() => {
+            window.seen = "";
+            const added = (all) => all.forEach((each) => each.addedNodes.forEach((node) => {
+                if (document.querySelector("#stop")?.offsetParent) window.seen += node.textContent;
+            }));
+            new MutationObserver(added).observe(document.querySelector("main"), { subtree: true, childList: true });
+        }""")
+        set_slider(page, "tokens", 96)
+        run(page)
+        seen = page.evaluate("window.seen")
+        assert 0 <= seen.find("</think>") < seen.find("analysis"), "all tokens, with the heads of messages, come afterwards"
+        assert page.watch.problems == []
 
 
 @pytest.mark.parametrize("width", [390, 1280])
