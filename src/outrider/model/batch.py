@@ -195,7 +195,7 @@ class RaggedBatch:
         return [self.as_slots(slots_of(s.block_table, s.context_len, self.block_size)) for s in self.segments]
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
 
     def as_slots(self, slots: np.ndarray) -> Slots:
         """Slots as the pool reads them."""

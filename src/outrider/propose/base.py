@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -86,7 +86,7 @@ class Drawn:
 
     def problem(self, draft: Draft, base: Path) -> str | None:
         """What a draft behind `base` says of its draws that is not so; None where it holds all of them and no others."""
-        paths, told = draft.paths, dict[Path, list[int]]()
+        paths, told, rows = draft.paths, dict[Path, list[int]](), dict[int, Tensor]()
         for draw, (node, law) in enumerate(zip(draft.nodes, draft.laws, strict=True)):
             if law is not Law.SAMPLED:
                 continue
@@ -96,13 +96,28 @@ class Drawn:
             row = self._rows.get(path)
             if row is None or token not in self._tokens[path]:
                 return f"node {node}: token {token} was not drawn through the noise that the proposer was given"
-            assert draft.draft_probs is not None
-            if not torch.equal(draft.draft_probs[draw].to(row), row):
-                return f"node {node}: token {token} was drawn from other probabilities"
+            rows[draw] = row
+        for draw, holds in zip(rows, _are_rows(draft.draft_probs, rows), strict=True):
+            if not holds:
+                node = draft.nodes[draw]
+                return f"node {node}: token {draft.token_ids[node]} was drawn from other probabilities"
         for path, tokens in self._tokens.items():
             if told.get(path) != tokens:
                 return f"of the tokens {tokens} that were drawn behind {list(path)}, it holds {told.get(path, [])}"
         return None
+
+
+def _are_rows(draft_probs: Tensor | None, rows: Mapping[int, Tensor]) -> list[bool]:
+    """Whether the probabilities of these draws are the given rows, in one answer: the host waits for a device at each."""
+    if not rows:
+        return []
+    assert draft_probs is not None
+    if any(row.shape != draft_probs.shape[1:] for row in rows.values()):
+        return [False] * len(rows)
+    drawn_from = torch.stack(list(rows.values()))
+    told = draft_probs if len(rows) == len(draft_probs) else draft_probs[list(rows)]
+    same: list[bool] = (told.to(drawn_from) == drawn_from).all(-1).tolist()
+    return same
 
 
 # --- The Proposer protocol: what a proposer is asked, and what it is shown after a pass.

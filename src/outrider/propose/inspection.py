@@ -179,12 +179,16 @@ def _unsound_draws(draft: Draft, vocab_size: int) -> dict[int, str]:
     probs: Tensor | None = draft.draft_probs
     if not sampled or probs is None:
         return problems
-    mass, least = probs.double().sum(-1).tolist(), probs.amin(-1).tolist()
+    tokens = [draft.token_ids[node] for node in draft.nodes]
+    known = [_is_int(token) and 0 <= token < vocab_size for token in tokens]
+    index = torch.tensor([token if is_known else 0 for token, is_known in zip(tokens, known, strict=True)])
+    own = probs.gather(-1, index.to(probs.device, non_blocking=True)[:, None])[:, 0]
+    # All in one answer, since the host waits for a device at every one.
+    found = torch.stack([probs.double().sum(-1), probs.amin(-1).double(), own.double()], -1).tolist()
     for draw in sampled:
-        node = draft.nodes[draw]
-        token = draft.token_ids[node]
-        if not (abs(mass[draw] - 1.0) <= _MASS_TOLERANCE and least[draw] >= 0.0):
-            problems[node] = f"its probabilities sum to {mass[draw]}, least entry {least[draw]}"
-        elif _is_int(token) and 0 <= token < vocab_size and not float(probs[draw, token]) > 0.0:
-            problems[node] = f"token {token} has probability 0 among those it was drawn from"
+        node, (mass, least, chance) = draft.nodes[draw], found[draw]
+        if not (abs(mass - 1.0) <= _MASS_TOLERANCE and least >= 0.0):
+            problems[node] = f"its probabilities sum to {mass}, least entry {least}"
+        elif known[draw] and not chance > 0.0:
+            problems[node] = f"token {tokens[draw]} has probability 0 among those it was drawn from"
     return problems

@@ -99,12 +99,12 @@ class KeyedNoise:
 
     def bernoulli(self, probability: Tensor, keys: Sequence[Key]) -> Tensor:
         self._spend(keys)
-        bits = torch.from_numpy(key_bits(keys)).to(probability.device)
+        bits = torch.from_numpy(key_bits(keys)).to(probability.device, non_blocking=True)
         return uniform(bits) < probability
 
     def categorical(self, probs: Tensor, keys: Sequence[Key]) -> Tensor:
         self._spend(keys)
-        bits = torch.from_numpy(key_bits(keys)).to(probs.device)
+        bits = torch.from_numpy(key_bits(keys)).to(probs.device, non_blocking=True)
         racing = [key.stream in _RACING for key in keys]
         if all(racing):
             return gumbel_max(probs, bits)

@@ -224,7 +224,7 @@ class Verifier:
         flat = target_probs(_rows_of(candidates, logits), params)
         p = flat.view(len(candidates), length + 1, -1)  # [b, length + 1, vocab_size]
         q = _stacked([_draft_probs(c.draft) for c in candidates]).to(p)  # [b, length, vocab_size]
-        x = torch.tensor([c.draft.token_ids for c in candidates], device=p.device)  # [b, length]
+        x = torch.tensor([c.draft.token_ids for c in candidates]).to(p.device, non_blocking=True)  # [b, length]
         if rule is Rule.TOKEN:
             chances, weights = token_acceptance(p, q, x), p.new_ones(p.shape[:2])
         else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -31,15 +33,23 @@ def target_probs(
     """Probabilities [n, vocab_size], see `outrider.verify.logits.target_probs`. Temperature 0 means a greedy row."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     probs = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    # Rows of even length begin at multiples of 16 bytes, so that the kernel is not compiled anew for odd numbers of rows.
-    reals = torch.zeros(4, len(logits) + len(logits) % 2, dtype=torch.float64)
-    reals[:, : len(logits)] = torch.tensor([temperature, top_p, min_p, top_k], dtype=torch.float64)
+    reals = _parameters(tuple(temperature), tuple(top_p), tuple(min_p), tuple(top_k), logits.device)
     if probs.numel():
         _target_probs[(len(logits),)](
-            logits, logits.stride(0), *reals.to(logits.device), probs, probs.shape[1],
+            logits, logits.stride(0), *reals, probs, probs.shape[1],
             BITS=8 * logits.element_size(), ENTRIES=_PROBABILITY_ENTRIES, DIGITS=DIGITS, **OPTIONS,
         )  # fmt: skip
     return probs
+
+
+@lru_cache(maxsize=128)  # texts keep their parameters, so most steps have those of the step before
+def _parameters(*columns: Any) -> Tensor:
+    """Temperatures, top_p, min_p and top_k [4, n] in float64 on a device, which is the last argument."""
+    *lists, device = columns
+    # Rows of even length begin at multiples of 16 bytes, so that the kernel is not compiled anew for odd numbers of rows.
+    reals = torch.zeros(4, len(lists[0]) + len(lists[0]) % 2, dtype=torch.float64)
+    reals[:, : len(lists[0])] = torch.tensor(lists, dtype=torch.float64)
+    return reals.to(device)
 
 
 @triton.jit

@@ -208,9 +208,9 @@ def _choose_likeliest(families: list[_Family]) -> None:
         tokens = argmax(logits)[:, None]
     else:
         tokens = logits.sort(stable=True, dim=-1, descending=True).indices[:, : max(ends)]
-    possible = logits.gather(-1, tokens) > float("-inf")
-    for family, row, ok, end in zip(families, tokens.tolist(), possible.tolist(), ends, strict=True):
-        family.tokens = [token for token, may in zip(row[:end], ok, strict=False) if may][family.first :]
+    possible = tokens.where(logits.gather(-1, tokens) > float("-inf"), -1)
+    for family, row, end in zip(families, possible.tolist(), ends, strict=True):
+        family.tokens = [token for token in row[:end] if token >= 0][family.first :]
 
 
 def _draw(families: list[_Family], noise: DraftNoise) -> None:
