@@ -3,6 +3,7 @@
     python -m benchmarks.gpu smoke    kernels beside float64, bits of chains and trees, small engines, the kernels' tests
     python -m benchmarks.gpu plain    a random model in the shape of an 8B, beside transformers: times, kernels, waits
     python -m benchmarks.gpu chain    chains of a draft model beside plain decoding, on wide copies of the embedded pair
+    python -m benchmarks.gpu cuts     probabilities over 128,256 tokens, with other numbers of entries and of warps
 
 A stage takes four minutes at most on an H100. Its parts are processes of their own, so that a fault in one leaves the
 others alone. Each part writes to a file after every step, and all of them go into `--out` at the end. `--device cpu` tries
@@ -35,9 +36,10 @@ STAGES: dict[str, list[tuple[str, str, int]]] = {
     ],
     "plain": [("plain", "plain", 80), ("plain", "static", 60)],
     "chain": [("chain", "chain", 165)],
+    "cuts": [("kernels", "cuts", 165)],
 }
 #: Stages that measure times: their parts run one after the other, those of others side by side.
-TIMED = ("plain", "chain")
+TIMED = ("plain", "chain", "cuts")
 #: Seconds in which the last step of a part must end.
 GRACE = 30
 

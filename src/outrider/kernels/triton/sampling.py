@@ -19,8 +19,8 @@ from outrider.kernels.triton.attention import OPTIONS
 # by digit: the bits of a number, taken as a whole number, are ordered as the numbers are.
 
 
-#: Entries that a program looks at together, and values of a digit of 4 bits.
-_PROBABILITY_ENTRIES, DIGITS = 512, 16
+#: Entries that a program looks at together, its warps (`make gpu STAGE=cuts` tries others), and values of a digit of 4 bits.
+_PROBABILITY_ENTRIES, _PROBABILITY_WARPS, DIGITS = 512, 4, 16
 
 
 def target_probs(
@@ -37,7 +37,8 @@ def target_probs(
     if probs.numel():
         _target_probs[(len(logits),)](
             logits, logits.stride(0), *reals, probs, probs.shape[1],
-            BITS=8 * logits.element_size(), ENTRIES=_PROBABILITY_ENTRIES, DIGITS=DIGITS, **OPTIONS,
+            BITS=8 * logits.element_size(), ENTRIES=_PROBABILITY_ENTRIES, DIGITS=DIGITS, num_warps=_PROBABILITY_WARPS,
+            **OPTIONS,
         )  # fmt: skip
     return probs
 
