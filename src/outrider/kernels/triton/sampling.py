@@ -19,7 +19,7 @@ from outrider.kernels.triton.attention import OPTIONS
 # by digit: the bits of a number, taken as a whole number, are ordered as the numbers are.
 
 
-#: Entries that a program looks at together, its warps (`make gpu STAGE=cuts` tries others), and values of a digit of 4 bits.
+#: Entries that a program looks at together, and its warps (`make gpu STAGE=cuts` tries others); values of 4 bits.
 _PROBABILITY_ENTRIES, _PROBABILITY_WARPS, DIGITS = 512, 4, 16
 
 
