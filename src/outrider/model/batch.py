@@ -134,13 +134,17 @@ class RaggedBatch:
     Attributes:
         segments: In row order.
         block_size: Tokens a block.
+        token_ids: [num_rows] on the device, in place of those of the segments, which the host does not know yet; or None.
         num_rows: Of all segments.
         row_spans: (first, end) row of each segment.
         logits_spans: (first, end) of each segment within logits_rows.
     """
 
-    def __init__(self, segments: Sequence[Segment], block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, segments: Sequence[Segment], block_size: int, device: torch.device, token_ids: Tensor | None = None
+    ) -> None:
         self.segments = list(segments)
+        self.token_ids = token_ids
         self.block_size = block_size
         self.device = device
         self.row_spans = list(pairwise(accumulate((s.num_rows for s in self.segments), initial=0)))
@@ -168,7 +172,7 @@ class RaggedBatch:
 
     @cached_property
     def input_ids(self) -> Tensor:  # [1, num_rows]
-        return self._tensor(self.tokens)[None]
+        return (self._tensor(self.tokens) if self.token_ids is None else self.token_ids)[None]
 
     @cached_property
     def position_ids(self) -> Tensor:  # [1, num_rows]

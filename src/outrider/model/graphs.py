@@ -185,6 +185,10 @@ class PassGraph:
         filled = self._filled(batch)
         wanted = np.resize(batch.wanted, self._shape.logits)
         self._numbers.write([filled.tokens, filled.positions, filled.row_slots, wanted])
+        if batch.token_ids is not None:
+            tokens = self._numbers.parts[0]
+            tokens[: batch.num_rows] = batch.token_ids
+            tokens[batch.num_rows :] = batch.token_ids[0]
         self._attention.rewrite(pass_rows(filled))
         if self._warm and self._replay is None:
             self._replay = self._memory.recorded(self._work)

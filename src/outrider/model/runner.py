@@ -15,7 +15,7 @@ from outrider.cache.pool import KVPool
 from outrider.cache.state import KVView, SequenceState, SourceState
 from outrider.loading.loaded_model import LoadedModel
 from outrider.model import hf_encoder
-from outrider.model.attention import AttentionBackend, PartialPass, PassOutput
+from outrider.model.attention import AttentionBackend, HostedAttention, PartialPass, PassOutput
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext, SourcePass
 from outrider.model.graphs import PassGraphs
@@ -105,6 +105,11 @@ class ModelRunner:
         finer than what a choice depends on."""
         return self.backend.invariant or self.loaded.dtype is torch.float64
 
+    @property
+    def takes_unknown_tokens(self) -> bool:
+        """Whether a pass takes tokens that the host does not know yet."""
+        return isinstance(self.backend, HostedAttention) and not self.loaded.running_layers and self.loaded.encoder is None
+
     def with_own_memory(self, num_tokens: int) -> ModelRunner:
         """The same model over a small memory of its own, with room for so many tokens and some more, to try things out."""
         size = self.blocks.block_size
@@ -119,10 +124,18 @@ class ModelRunner:
         aux_layers: Sequence[int] = (),
         part: PartialPass | None = None,
         head_panels: np.ndarray | None = None,
+        token_ids: Tensor | None = None,
     ) -> ForwardOutput:
-        """Compute every row of `segments` in one pass and leave in the memory what it keeps; `part` chooses layers, and
-        `head_panels` the tokens that have logits where the backend can leave some out."""
-        batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device)
+        """Compute every row of `segments` in one pass and leave in the memory what it keeps.
+
+        Args:
+            segments: The rows.
+            aux_layers: Layers whose inputs are wanted.
+            part: Chooses layers.
+            head_panels: The tokens that have logits where the backend can leave some out.
+            token_ids: [num_rows] on the device, in place of those of the segments; where `takes_unknown_tokens` says so.
+        """
+        batch = RaggedBatch(segments, self.blocks.block_size, self.loaded.device, token_ids)
         out = self.graphs.forward(batch, aux_layers) if part is None else None
         out = out or self._computed(batch, aux_layers, part, head_panels)
         self.num_passes += 1

@@ -42,6 +42,11 @@ class Drawn:
         self._order: list[tuple[Path, int]] = []
         self._count = Counter[int]()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was drawn yet."""
+        return not self._order
+
     def next_branch(self, position: int) -> int:
         """The number that tells this draw from the others for the same position."""
         self._count[position] += 1
@@ -328,6 +333,13 @@ class DraftNoise:
                 requests[i].drawn.note(places[i], probs[i], token)
                 tokens[i] = token
         return tokens
+
+    def ahead(self, probs: Tensor, requests: Sequence[ProposeRequest], depth: int) -> Tensor:
+        """Draw one token a row, as `categorical` does, behind paths of so many tokens that nothing was drawn behind before.
+
+        The host does not wait for the tokens [n], which stay on the device of the rows. Whoever asks notes them later.
+        """
+        return self.source.categorical(probs, [self._key(request, depth) for request in requests])
 
     def chain(self, probs: Tensor, request: ProposeRequest) -> list[int]:
         """Draw a chain of tokens [n] from rows [n, vocab_size] that do not depend on the tokens before them."""

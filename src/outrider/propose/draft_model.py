@@ -30,7 +30,7 @@ from outrider.propose.bridge import Bridge, SameVocabulary
 from outrider.propose.draft_vocabulary import DraftVocabulary, draft_vocabulary
 from outrider.propose.settings import Method, ProposerContext, SpeculationConfig
 from outrider.propose.tree import CHAIN
-from outrider.propose.trees.growth import Growth, add_level, level_logits
+from outrider.propose.trees.growth import Growth, add_level, level_logits, next_of_chains
 from outrider.verify.logits import target_probs as law_of
 
 #: Rows a step for texts that the draft model has far to catch up with, while others draft beside them.
@@ -148,7 +148,11 @@ class DraftModelProposer(Proposer):
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         drafting = [self.begin_draft(request, requests) for request in requests]
-        ready = self.run(self.due([d for d in drafting if d.growth.budget > 0]))
+        work = self.due([d for d in drafting if d.growth.budget > 0])
+        if self._may_run_ahead(work, drafting):
+            self._run_ahead(work, noise)
+            return [d.growth.draft() for d in drafting]
+        ready = self.run(work)
         while ready is not None:
             drafts, logits = ready
             growths = [d.growth for d in drafts]
@@ -301,6 +305,44 @@ class DraftModelProposer(Proposer):
         ready = [w.drafting for w in work if w.wanted]
         return (ready, logits) if ready else None
 
+    def _may_run_ahead(self, work: list[Work], drafting: list[Drafting]) -> bool:
+        """Whether the host would wait for each token of drafts of which nothing else depends on the tokens."""
+        plain = host_waits(self.runner.loaded.device) and self.runner.takes_unknown_tokens and self._vocabulary is None
+        plain = plain and type(self._bridge) is SameVocabulary and self._min_confidence == 0.0
+        asked = [d.growth for d in drafting if d.growth.budget > 0]
+        return (
+            plain
+            and len(work) == len(asked)
+            and all(w.wanted for w in work)
+            and all(growth.request.builder is CHAIN and growth.request.drawn.is_empty for growth in asked)
+            and not any(growth.request.sequence.processing.active for growth in asked)
+        )
+
+    def _run_ahead(self, work: list[Work], noise: DraftNoise) -> None:
+        """Compute all levels of chains, each from the tokens that the level before left on the device; the host learns them
+        at the end, all at once."""
+        growing, depth = [w.drafting for w in work], 0
+        levels: list[tuple[list[Drafting], Sequence[Tensor], Tensor]] = []
+        ready = self.run(work)
+        assert ready is not None, "all of them want logits"
+        logits = ready[1]
+        while True:
+            rows, tokens = next_of_chains([d.growth for d in growing], self._bridge.logits(logits), depth, noise)
+            levels.append((growing, rows, tokens))
+            depth += 1
+            going = [i for i, d in enumerate(growing) if depth < min(d.growth.budget, d.growth.max_depth)]
+            if not going:
+                break
+            if len(going) < len(growing):
+                tokens = tokens[torch.tensor(going).to(tokens.device, non_blocking=True)]
+            growing = [growing[i] for i in going]
+            segments = [d.text.segment([0]) for d in growing]
+            known = tokens.clamp(0, self.runner.loaded.vocab_size - 1)  # rows that are no numbers may leave any token
+            logits = self.runner.forward(segments, token_ids=known).logits
+            for d in growing:
+                d.text.record([UNKNOWN])
+        _settle(levels)
+
     def _level_work(self, d: Drafting) -> Work:
         """Rows of the deepest level. A chain's KV is kept as it grows; a tree is computed anew as a whole, since its rows
         see only their ancestors, and so few rows cost one pass either way."""
@@ -310,6 +352,32 @@ class DraftModelProposer(Proposer):
         parents = tuple(n.parent for n in growth.nodes)
         tokens = [self._bridge.token(n.token_id) for n in growth.nodes]
         return Work(d, d.text.segment(tokens, growth.level[0], parents), True)
+
+
+#: What stands for a token that the host does not know yet. It is no token of any text.
+UNKNOWN = -1
+
+
+def host_waits(device: torch.device) -> bool:
+    """Whether the host waits when it asks for the numbers of a tensor."""
+    return device.type != "cpu"
+
+
+def _settle(levels: list[tuple[list[Drafting], Sequence[Tensor], Tensor]]) -> None:
+    """Tell drafts, and what the model keeps of their texts, the tokens of each level."""
+    told = iter(torch.cat([tokens for _, _, tokens in levels]).tolist())
+    found: dict[int, tuple[Drafting, list[int], list[Tensor]]] = {}
+    for drafting, rows, _ in levels:
+        for d, row in zip(drafting, rows, strict=True):
+            _, tokens, laws = found.setdefault(id(d), (d, [], []))
+            tokens.append(next(told))
+            laws.append(row)
+    for d, tokens, laws in found.values():
+        possible = tokens[: tokens.index(UNKNOWN)] if UNKNOWN in tokens else tokens
+        state, unknown = d.text.state, len(tokens) - 1  # nothing was computed behind the last one
+        if unknown:
+            state.ahead[-unknown:] = possible[:unknown]
+        d.growth.follow(possible, laws[: len(possible)])
 
 
 @dataclass

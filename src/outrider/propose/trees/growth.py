@@ -69,7 +69,7 @@ class Growth(GrowingTree):
         probs = torch.stack([self.laws[n.parent].row for n in self.nodes])
         return Draft(tokens, parents, laws, probs, confidences=confidences)
 
-    def follow(self, token_ids: Sequence[int], rows: Tensor) -> None:
+    def follow(self, token_ids: Sequence[int], rows: Tensor | Sequence[Tensor]) -> None:
         """Go on as a chain with tokens that were chosen elsewhere, so that they are distributed as if they were drawn from
         the rows, up to the first of low confidence.
 
@@ -108,6 +108,36 @@ def add_level(growths: Sequence[Growth], logits: Tensor, noise: DraftNoise) -> N
         growth.level = growth.request.builder.expanded(growth, company) if growth.open and room else []
     ended = [growth for growth in growths if not growth.level]
     _add_children([(growth, growth.request.builder.last_children(growth, company)) for growth in ended], noise)
+
+
+def next_of_chains(
+    growths: Sequence[Growth], logits: Tensor, depth: int, noise: DraftNoise
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Choose the next token of chains without waiting for it; `Growth.follow` takes all tokens when they are known.
+
+    Args:
+        growths: Chains of equal depth whose parameters process no logits.
+        logits: [n, vocab_size] behind their last tokens.
+        depth: Tokens that each of them has.
+        noise: For drawn tokens.
+
+    Returns:
+        What each token was chosen from, as in `NodeLaw`, and the tokens [n] on the device; -1 where none is possible.
+    """
+    drawing = [i for i, growth in enumerate(growths) if growth.draws]
+    index = torch.tensor(drawing).to(logits.device, non_blocking=True) if 0 < len(drawing) < len(growths) else None
+    rows = list(logits)
+    if len(drawing) < len(growths):
+        tokens = argmax(logits)
+        tokens = tokens.where(logits.gather(-1, tokens[:, None])[:, 0] > float("-inf"), -1)
+    if drawing:
+        requests = [growths[i].request for i in drawing]
+        probs = target_probs(logits if index is None else logits[index], [r.sequence.sampling for r in requests])
+        drawn = noise.ahead(probs, requests, depth)
+        tokens = drawn if index is None else tokens.index_copy(0, index, drawn)
+        for i, row in zip(drawing, probs, strict=True):
+            rows[i] = row
+    return rows, tokens
 
 
 def level_logits(growths: Sequence[Growth], logits: Tensor) -> Tensor:
