@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -27,7 +28,13 @@ PENALISED = SamplingParams(max_tokens=14, ignore_eos=True, repetition_penalty=1.
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("ahead")
+    with pair(tmp_path_factory.mktemp("ahead")) as made:
+        yield made
+
+
+@contextmanager
+def pair(folder: Path) -> Iterator[LLM]:
+    """A target and a draft model on stock operators."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTRIDER_KERNELS", "off")
         target, draft = (save_tiny_llama(folder / str(seed), seed=seed, vocab_size=13) for seed in (1, 2))
@@ -45,6 +52,10 @@ def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    return noted(monkeypatch)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What was drafted, how, and which rows the draft model computed."""
     found: list[tuple[Any, ...]] = []
     real, ahead, forward = DraftModelProposer.propose, DraftModelProposer._run_ahead, ModelRunner.forward

@@ -445,3 +445,13 @@ def ends_inside_drafts() -> None:
         assert [position for position, _ in proposer.accepted] == places
         assert output.stats.num_accepted_tokens == len(places)
         assert sum(len(found.accepted) for found in output.rounds or ()) == len(places)
+
+
+def chains_run_ahead_alike() -> None:
+    """A draft model that does not wait for its tokens drafts the same, from the same rows."""
+    from tests.model import test_run_ahead as ahead
+
+    with ahead.pytest.MonkeyPatch.context() as patch, ahead.pair(Path(tempfile.mkdtemp())) as llm:
+        ahead.one_seed.__wrapped__(patch)
+        params = [ahead.GREEDY, ahead.SAMPLED, ahead.CUT, ahead.SAMPLED]
+        ahead.test_drafts_are_those_of_a_proposer_that_waits(params, "block", llm, ahead.noted(patch), patch)

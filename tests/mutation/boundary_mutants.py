@@ -16,6 +16,28 @@ TEXTS_DIFFER = Refusal(
 )
 
 BOUNDARY_MUTANTS = (
+    # -- chains without a wait --
+    _mutant(
+        "what was computed ahead is forgotten",
+        "propose/draft_model.py",
+        "            state.ahead[-unknown:] = possible[:unknown]\n",
+        "            del state.ahead[-unknown:]\n",
+        "chains_run_ahead_alike",
+    ),
+    _mutant(
+        "every token of a chain has the noise of the first",
+        "propose/trees/growth.py",
+        "drawn = noise.ahead(probs, requests, depth)",
+        "drawn = noise.ahead(probs, requests, 0)",
+        "chains_run_ahead_alike",
+    ),
+    _mutant(
+        "a shorter chain keeps its place",
+        "propose/draft_model.py",
+        "tokens = tokens[torch.tensor(going).to(tokens.device, non_blocking=True)]",
+        "tokens = tokens[: len(going)]",
+        "chains_run_ahead_alike",
+    ),
     # -- noise --
     _mutant(
         "every drafter of a sequence has the same number",
@@ -76,8 +98,8 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "probabilities are what a proposer says",
         "propose/base.py",
-        "if not torch.equal(draft.draft_probs[draw].to(row), row):",
-        "if False:",
+        "zip(rows, _are_rows(draft.draft_probs, rows), strict=True)",
+        "zip(rows, [True] * len(rows), strict=True)",
         "lies_are_seen",
     ),
     _mutant(

@@ -151,7 +151,7 @@ class DraftModelProposer(Proposer):
         work = self.due([d for d in drafting if d.growth.budget > 0])
         if self._may_run_ahead(work, drafting):
             self._run_ahead(work, noise)
-            return [d.growth.draft() for d in drafting]
+            work = []
         ready = self.run(work)
         while ready is not None:
             drafts, logits = ready
