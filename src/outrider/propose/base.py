@@ -119,9 +119,7 @@ def _are_rows(draft_probs: Tensor | None, rows: Mapping[int, Tensor]) -> list[bo
     assert draft_probs is not None
     if any(row.shape != draft_probs.shape[1:] for row in rows.values()):
         return [False] * len(rows)
-    drawn_from = torch.stack(list(rows.values()))
-    told = draft_probs if len(rows) == len(draft_probs) else draft_probs[list(rows)]
-    same: list[bool] = (told.to(drawn_from) == drawn_from).all(-1).tolist()
+    same: list[bool] = torch.stack([(draft_probs[draw].to(row) == row).all() for draw, row in rows.items()]).tolist()
     return same
 
 

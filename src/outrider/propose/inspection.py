@@ -184,7 +184,8 @@ def _unsound_draws(draft: Draft, vocab_size: int) -> dict[int, str]:
     index = torch.tensor([token if is_known else 0 for token, is_known in zip(tokens, known, strict=True)])
     own = probs.gather(-1, index.to(probs.device, non_blocking=True)[:, None])[:, 0]
     # All in one answer, since the host waits for a device at every one.
-    found = torch.stack([probs.double().sum(-1), probs.amin(-1).double(), own.double()], -1).tolist()
+    wide = torch.promote_types(probs.dtype, torch.float32)
+    found = torch.stack([probs.sum(-1, dtype=wide), probs.amin(-1).to(wide), own.to(wide)], -1).tolist()
     for draw in sampled:
         node, (mass, least, chance) = draft.nodes[draw], found[draw]
         if not (abs(mass - 1.0) <= _MASS_TOLERANCE and least >= 0.0):

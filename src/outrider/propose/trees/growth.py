@@ -232,7 +232,7 @@ def _choose_likeliest(families: list[_Family]) -> None:
     if not families:
         return
     rows = [family.growth.laws[family.parent].row for family in families]
-    logits = rows[0][None] if len(rows) == 1 else torch.stack(rows)
+    logits = _stacked(rows)
     ends = [family.first + family.count for family in families]
     if max(ends) <= 1:
         tokens = argmax(logits)[:, None]
@@ -243,12 +243,16 @@ def _choose_likeliest(families: list[_Family]) -> None:
         family.tokens = [token for token in row[:end] if token >= 0][family.first :]
 
 
+def _stacked(rows: list[Tensor]) -> Tensor:
+    return rows[0][None] if len(rows) == 1 else torch.stack(rows)
+
+
 def _draw(families: list[_Family], noise: DraftNoise) -> None:
     """Draw children without replacement, in order. A node has fewer where no more tokens are possible; which ones were
     drawn has no part in that."""
     for turn in range(max((family.count for family in families), default=0)):
         wide = [family for family in families if turn < family.count]
-        rows = torch.stack([family.growth.laws[family.parent].row for family in wide])
+        rows = _stacked([family.growth.laws[family.parent].row for family in wide])
         requests = [family.growth.request for family in wide]
         drawn = noise.categorical(rows, requests, [family.growth.path(family.parent) for family in wide])
         for family, token in zip(wide, drawn, strict=True):
