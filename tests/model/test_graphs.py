@@ -19,12 +19,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from outrider import LLM, SamplingParams
 from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.model import graphs
-from outrider.model.attention import PassOutput
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner
 from tests.model import checkpoints
 from tests.unit.interpreted import DEVICE, even_products
 
+#: The interpreter takes seconds for a pass.
+BY_CHANGE = pytest.mark.by_change("src/outrider/kernels/triton/", "src/outrider/model/", "tests/model/test_graphs.py")
 BLOCKS = list(range(3, 30))
 #: Passes in this order: a prompt, single rows, drafts with two texts in between, a tree, another text beside the first, and
 #: rows whose number is rounded up. Each comes several times, over other tokens, so that the later ones are replayed.
@@ -46,20 +47,6 @@ PASSES: list[list[Segment]] = [
 ]
 
 
-def run_again(work: Callable[[], PassOutput]) -> Callable[[], PassOutput]:
-    """A stand-in for a graph, which leaves what it computes where it left it before."""
-    kept = work()
-
-    def replay() -> PassOutput:
-        out = work()
-        kept.logits.copy_(out.logits)
-        for layer, states in kept.aux_hidden_states.items():
-            states.copy_(out.aux_hidden_states[layer])
-        return kept
-
-    return replay
-
-
 @pytest.fixture(autouse=True)
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with replaying(monkeypatch) as found:
@@ -72,10 +59,10 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
     real = graphs.GraphMemory.recorded
 
-    def recorded(memory: graphs.GraphMemory, work: Callable[[], PassOutput]) -> Callable[[], PassOutput]:
+    def recorded(memory: graphs.GraphMemory, work: Callable[[], None]) -> Callable[[], object]:
         found.append("recorded")
-        again = run_again(work) if DEVICE.type == "cpu" else real(memory, work)
-        return lambda: (found.append("launched"), again())[1]
+        again = work if DEVICE.type == "cpu" else real(memory, work)
+        return lambda: (found.append("launched"), again())
 
     monkeypatch.setattr(graphs.GraphMemory, "recorded", recorded)
     monkeypatch.setattr(graphs, "records", lambda device: True)
@@ -106,7 +93,7 @@ def same(got: list[ForwardOutput], want: list[ForwardOutput]) -> bool:
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", *[pytest.param(name, marks=BY_CHANGE) for name in ("gpt_oss", "gemma2")]])
 def test_what_is_launched_again_is_what_the_pass_computes(
     family: str, tmp_path: Path, replayed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +113,7 @@ def test_what_is_launched_again_is_what_the_pass_computes(
     assert same(got, want)
 
 
+@BY_CHANGE
 def test_texts_are_those_of_passes_without_graphs(
     tmp_path: Path, replayed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +135,7 @@ def test_texts_are_those_of_passes_without_graphs(
 def test_a_model_that_cannot_be_recorded_runs_as_before(
     tmp_path: Path, replayed: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(memory: graphs.GraphMemory, work: Callable[[], PassOutput]) -> Any:
+    def refuse(memory: graphs.GraphMemory, work: Callable[[], None]) -> Any:
         replayed.append("refused")
         raise RuntimeError("the work waits for the device")
 
@@ -162,6 +150,7 @@ def test_a_model_that_cannot_be_recorded_runs_as_before(
     assert same(got, passes(runner))
 
 
+@BY_CHANGE
 def test_few_graphs_are_kept(tmp_path: Path, replayed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runner = load(save_tiny_llama(tmp_path / "llama", seed=1, vocab_size=13)).engine.runner.with_own_memory(160)
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)

@@ -65,6 +65,7 @@ def test_other_rotations_stay_stock() -> None:
     assert not row_kernels._is_known_rotation(interleaved, like), "the pairs lie side by side"
 
 
+@pytest.mark.by_change("src/outrider/kernels/triton/", "src/outrider/model/", "tests/unit/test_triton_rows.py")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_passes_use_them_until_they_are_removed(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass has a norm before and one behind, or more, and one rotation for each layer."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.cache.pool import KVPool, LayerReach
 from outrider.kernels.triton.devices import Numbers, runs_on
@@ -177,8 +178,8 @@ class PassGraph:
         tokens, positions, static.slot_mapping, static.logits_rows = self._numbers.parts
         static.input_ids, static.position_ids = tokens[None], positions[None]
         self._context = ForwardContext(static, pool, reaches, kernel=self._attention)
-        self._replay: Callable[[], PassOutput] | None = None
-        self._warm = False
+        self._launch: Callable[[], object] | None = None
+        self._places: PassOutput | None = None  # where its graph leaves what it computes
 
     def forward(self, batch: RaggedBatch) -> PassOutput:
         """One pass."""
@@ -190,14 +191,22 @@ class PassGraph:
             tokens[: batch.num_rows] = batch.token_ids
             tokens[batch.num_rows :] = batch.token_ids[0]
         self._attention.rewrite(pass_rows(filled))
-        if self._warm and self._replay is None:
-            self._replay = self._memory.recorded(self._work)
-        out = self._work() if self._replay is None else self._replay()
-        self._warm = True
-        return self._kept(out, batch)
+        if self._places is None:
+            out = self._compute(self._context, self._shape.aux_layers)
+            self._places = self._memory.places(out)
+            return self._kept(out, batch)
+        if self._launch is None:
+            self._launch = self._memory.recorded(self._work)
+        self._launch()
+        return self._kept(self._places, batch)
 
-    def _work(self) -> PassOutput:
-        return self._compute(self._context, self._shape.aux_layers)
+    def _work(self) -> None:
+        """What the graph does. Nothing else holds what it computes, so that another graph may use the memory of it."""
+        assert self._places is not None, "a pass has run"
+        out = self._compute(self._context, self._shape.aux_layers)
+        self._places.logits.copy_(out.logits)
+        for layer, states in self._places.aux_hidden_states.items():
+            states.copy_(out.aux_hidden_states[layer])
 
     def _filled(self, batch: RaggedBatch) -> RaggedBatch:
         """The same rows, and the first of them again until there are as many as the shape has."""
@@ -218,23 +227,29 @@ def records(device: torch.device) -> bool:
 
 
 class GraphMemory:
-    """Memory of a device that the graphs of a model take turns in."""
+    """Memory of a device that the graphs of a model take turns in, and the places where they leave what they compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._places: dict[str | int, Tensor] = {}
 
-    def recorded(self, work: Callable[[], PassOutput]) -> Callable[[], PassOutput]:
-        """What launches the work again, and returns what it leaves in memory of a fixed place."""
+    def places(self, out: PassOutput) -> PassOutput:
+        """Memory for what passes of this shape leave; passes of all shapes share it."""
+        for name, rows in [("logits", out.logits), *out.aux_hidden_states.items()]:
+            if name not in self._places:
+                self._places[name] = rows.new_empty(ROWS[-1], rows.shape[-1])
+        return PassOutput(
+            self._places["logits"][: len(out.logits)],
+            {layer: self._places[layer][: len(rows)] for layer, rows in out.aux_hidden_states.items()},
+        )
+
+    def recorded(self, work: Callable[[], None]) -> Callable[[], object]:
+        """What launches the work again."""
         with torch.cuda.device(self._device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as that of a server, may use the device meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                out = work()
-
-        def replay() -> PassOutput:
-            graph.replay()
-            return out
-
-        return replay
+                work()
+        return graph.replay
