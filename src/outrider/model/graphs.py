@@ -40,6 +40,8 @@ ROWS = (*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128)
 ROWS_TIMES_SPLITS = 4096
 #: The fewest entries of block tables and of paths that there is room for.
 FEWEST = 64
+#: Stands beside the numbers of layers.
+_LOGITS = -1
 #: So many graphs are kept, of the shapes that were used last.
 MOST_GRAPHS = 48
 
@@ -232,17 +234,17 @@ class GraphMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
-        self._places: dict[str | int, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
 
     def places(self, out: PassOutput) -> PassOutput:
         """Memory for what passes of this shape leave; passes of all shapes share it."""
-        for name, rows in [("logits", out.logits), *out.aux_hidden_states.items()]:
-            if name not in self._places:
-                self._places[name] = rows.new_empty(ROWS[-1], rows.shape[-1])
-        return PassOutput(
-            self._places["logits"][: len(out.logits)],
-            {layer: self._places[layer][: len(rows)] for layer, rows in out.aux_hidden_states.items()},
-        )
+        aux = {layer: self._place(layer, states) for layer, states in out.aux_hidden_states.items()}
+        return PassOutput(self._place(_LOGITS, out.logits), aux)
+
+    def _place(self, number: int, rows: Tensor) -> Tensor:
+        if number not in self._places:
+            self._places[number] = rows.new_empty(ROWS[-1], rows.shape[-1])
+        return self._places[number][: len(rows)]
 
     def recorded(self, work: Callable[[], None]) -> Callable[[], object]:
         """What launches the work again."""
