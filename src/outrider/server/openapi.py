@@ -9,11 +9,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from outrider import __version__
+from outrider.server.messages import CountRequest, MessagesRequest
 from outrider.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _POSTED: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
     "/v1/chat/completions": (ChatRequest, "Complete a conversation."),
+    "/v1/messages": (MessagesRequest, "Complete a conversation, in Anthropic's words."),
+    "/v1/messages/count_tokens": (CountRequest, "The number of tokens of such a conversation."),
     "/tokenize": (TokenizeRequest, "The tokens of a prompt or a conversation."),
     "/detokenize": (DetokenizeRequest, "The text of tokens."),
 }
