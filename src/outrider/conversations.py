@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -62,7 +62,12 @@ def unread_fields(messages: Conversation, template: str) -> tuple[str, ...]:
             parts = message.get(name)
             for part in parts if isinstance(parts, list) else ():
                 found |= {f"messages.{name}.{inner}" for inner in part.keys() - known - _IDLE}
-    return tuple(re.sub(r"[^\w.]", "?", name[:_MOST_SHOWN], flags=re.ASCII) for name in sorted(found)[:_MOST_SHOWN])
+    return shown_names(found)
+
+
+def shown_names(names: Collection[str]) -> tuple[str, ...]:
+    """The first of these names, which anybody may have chosen, as a header can tell them."""
+    return tuple(re.sub(r"[^\w.]", "?", name[:_MOST_SHOWN], flags=re.ASCII) for name in sorted(names)[:_MOST_SHOWN])
 
 
 def read_conversation(messages: Any, template: str) -> list[dict[str, Any]]:

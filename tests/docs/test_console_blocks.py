@@ -28,6 +28,7 @@ NOT_RUN = {
     "pip install": _INSTALLS,
     "docker ": "Docker is not there",
     "OPENAI_API_BASE_URL=": "Open WebUI is not installed",
+    "ANTHROPIC_BASE_URL=": "Claude Code is not installed",
     "OTEL_SERVICE_NAME=": "its launcher is not installed; tests/server/test_spans.py starts a server with the SDK",
     "cp -r traffic/web": "the server before has kept nothing yet; tests/train/test_command.py trains on what one keeps",
     "kill -HUP": "tests/server/test_renewal.py sends the signal",

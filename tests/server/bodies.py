@@ -20,9 +20,21 @@ CHAT: dict[str, Any] = {
     "logprobs": True, "top_logprobs": 1, "stream_options": {"include_usage": True}, "stream": True,
     "prediction": {"type": "content", "content": "y"}, "chat_template_kwargs": {"a": 1},
 }  # fmt: skip
+MESSAGES: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "y", "is_error": True}]},
+    ],
+    "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], "max_tokens": 1, "stream": True,
+    "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}, "stop_sequences": ["a"],
+    "thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "a"}, "temperature": 0.5,
+}  # fmt: skip
 VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", COMPLETION),
     ("/v1/chat/completions", CHAT),
+    ("/v1/messages", MESSAGES),
+    ("/v1/messages/count_tokens", MESSAGES),
     ("/tokenize", {"prompt": "x", "add_special_tokens": True}),
     ("/detokenize", {"tokens": [5, 6]}),
 ]

@@ -145,6 +145,15 @@ def test_a_stream_that_has_begun_is_never_begun_again(sent: tuple[bytes, ...]) -
     assert done == b"[DONE]"
 
 
+def test_a_message_that_is_lost_ends_with_an_error_of_its_api() -> None:
+    status, body = asked(Engine([EVENTS, LOST]), "/v1/messages", b'{"messages": []}')
+    name, data = body.decode().removeprefix("data: 1\n\n").strip().split("\n")
+    error = json.loads(data.removeprefix("data: "))
+    assert (status, name, error["type"]) == (200, "event: error", "error")
+    assert error["error"]["type"] == "overloaded_error"
+    assert error["error"]["details"] == {"error_code": "replica_lost"}
+
+
 def test_a_request_that_kills_its_replica_kills_no_third_one() -> None:
     engine = Engine([LOST], [LOST], [EVENTS])
     status, body = asked(engine)

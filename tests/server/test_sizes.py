@@ -164,7 +164,7 @@ def test_large_bodies_are_read_in_another_thread() -> None:
                 async def body(limit: int, size: int = size) -> bytes:
                     return b"x" * size
 
-                assert await service.read(Body, SimpleNamespace(body=body, tenant="ann")) == size
+                assert await service.read(Body.read, SimpleNamespace(body=body, tenant="ann")) == size
 
     asyncio.run(ask())
     assert found == [(None, True), ("ann", False)]

@@ -88,6 +88,14 @@ def test_a_chat_has_one_with_a_trace_of_its_own(spans: Spans) -> None:
     assert {event["attributes"]["outrider.sample"] for event in span["events"]} == {0, 1}
 
 
+def test_a_message_has_the_span_of_a_chat(spans: Spans) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    assert spans.server.post("/v1/messages", body).status_code == 200
+    span = spans.next()
+    assert span["name"] == "chat outrider-embedded"
+    assert span["attributes"]["gen_ai.usage.output_tokens"] == 4
+
+
 def test_what_is_refused_says_why(spans: Spans) -> None:
     assert spans.server.post("/v1/completions", {**BODY, "max_tokens": -2}, headers=HEADERS).status_code == 400
     span = spans.next()

@@ -22,7 +22,7 @@ from outrider.errors import InvalidParameterError
 from outrider.server.errors import ApiError, log
 from outrider.server.lifecycle import request_id
 from outrider.server.requests import ServerSettings
-from outrider.server.streams import encoded
+from outrider.server.wire import encoded, error_body
 
 #: In place of a name or an origin: all of them.
 ANY = "*"
@@ -57,7 +57,9 @@ class AccessGuard:
 def _refusal(request: Request, error: ApiError) -> Response:
     name = request_id(request)
     log("a request was refused", {"request_id": name, "status": error.status, "code": error.code}, logging.WARNING)
-    return Response(encoded(error.body), error.status, {"x-request-id": name}, "application/json")
+    return Response(
+        encoded(error_body(error, request.url.path, name)), error.status, {"x-request-id": name}, "application/json"
+    )
 
 
 def allowed_hosts(listened: str, named: Iterable[str], *, has_keys: bool) -> tuple[str, ...] | None:

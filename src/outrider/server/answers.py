@@ -14,9 +14,11 @@ from outrider.model.vocabulary import own_bytes
 from outrider.params import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, StreamPiece, TokenOrigin
 from outrider.propose.settings import SpeculationConfig
 from outrider.results import FORCED, RequestStats
+from outrider.server.errors import ApiError
 from outrider.server.requests import Job, Prompt
 from outrider.server.schemas import ChatRequest, CompletionRequest
 from outrider.server.tools import ToolListener
+from outrider.server.wire import DONE, event
 
 # --- Builds the answers to completions and chats, whole or as chunks of a stream.
 
@@ -33,6 +35,10 @@ class Answer(ABC):
     prefix: str
     kind: str
     chunk_kind: str
+    #: What a stream ends with, and what it tells each time that nothing else was told for so many seconds; None for never.
+    last = DONE
+    pause = b""
+    pause_seconds: float | None = None
 
     def __init__(self, job: Job, model: str, tokenizer: Any | None) -> None:
         self.job = job
@@ -90,6 +96,14 @@ class Answer(ABC):
         """The chunks that come behind the last piece."""
         if self.job.asked.includes_usage:
             yield self._chunk([], usage=self.usage())
+
+    def event(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as it is sent."""
+        return event(chunk)
+
+    def failure(self, error: ApiError) -> bytes:
+        """The event of an error that came too late for a status."""
+        return event(error.body)
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object."""

@@ -23,11 +23,14 @@ from starlette.types import Receive, Scope, Send
 from outrider import __version__
 from outrider.async_llm import AsyncStream
 from outrider.config import nearest
+from outrider.conversations import template_of
 from outrider.errors import InvalidParameterError, OutriderError
 from outrider.server.answers import Answer, ChatAnswer, CompletionAnswer
-from outrider.server.chat import check_template, conversation, ignored_fields
+from outrider.server.chat import check_template, conversation, encode, ignored_fields
 from outrider.server.errors import ApiError, api_error, log
 from outrider.server.lifecycle import Call, request_id
+from outrider.server.message_answers import MessageAnswer
+from outrider.server.messages import CountRequest, MessagesRequest, as_chat
 from outrider.server.metrics import MEDIA_TYPE
 from outrider.server.openapi import document
 from outrider.server.pages.pages import facts, page_routes
@@ -35,8 +38,9 @@ from outrider.server.recorder import Recorder
 from outrider.server.requests import Job, field_names
 from outrider.server.schemas import ChatRequest, CommonRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.server.service import Service, close, described
-from outrider.server.streams import encoded, events, while_connected
+from outrider.server.streams import events, while_connected
 from outrider.server.tenants import Meter
+from outrider.server.wire import encoded, error_body, is_of_messages
 
 Handler = Callable[[Service, Call], Awaitable[Response]]
 
@@ -64,6 +68,8 @@ def make_app(service: Service) -> Starlette:
     routes = [
         route(service, "/v1/completions", completions, "POST"),
         route(service, "/v1/chat/completions", chat_completions, "POST"),
+        route(service, "/v1/messages", messages, "POST"),
+        route(service, "/v1/messages/count_tokens", count_tokens, "POST"),
         route(service, "/v1/models", models),
         route(service, "/v1/models/{name:path}", model),
         route(service, "/tokenize", tokenize, "POST"),
@@ -102,7 +108,7 @@ def answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 def route(service: Service, path: str, handler: Handler, method: str = "GET", *, open_to_all: bool = False) -> Route:
-    """A route whose errors are OpenAI's error objects and whose requests have ids and lines in the log."""
+    """A route whose errors are error objects of its API and whose requests have ids and lines in the log."""
 
     async def endpoint(request: Request) -> Response:
         call = Call(request, path, service.metrics)
@@ -113,7 +119,7 @@ def route(service: Service, path: str, handler: Handler, method: str = "GET", *,
                 response = await handler(service, call)
         except (Exception, asyncio.CancelledError) as error:
             response = _refusal(call, error)
-        response.headers["x-request-id"] = call.id
+        response.headers.update(_named(call.id, path))
         if not isinstance(response, StreamingResponse) and not open_to_all:
             call.ended(response.status_code, getattr(response, "code", None))
         return response
@@ -129,7 +135,7 @@ def _refusal(call: Call, error: BaseException) -> Response:
         error = ApiError(499, "the client has left", code="client_left")
     found = api_error(error)
     _note(call, error)
-    response = answer(found.body, found.status, found.headers)
+    response = answer(error_body(found, call.path, call.id), found.status, found.headers)
     response.code = found.code  # type: ignore[attr-defined]
     return response
 
@@ -152,13 +158,20 @@ async def _no_route(request: Request, error: Exception) -> Response:
     else:
         problem = f"{request.method} {path}: {error.detail}{_route_elsewhere(path) or _routes_like(request)}"
         found = ApiError(error.status_code, problem, code="no_such_route")
-    return answer(found.body, found.status, {**(error.headers or {}), "x-request-id": request_id(request)})
+    name = request_id(request)
+    return answer(error_body(found, path, name), found.status, {**(error.headers or {}), **_named(name, path)})
+
+
+def _named(request_id: str, path: str) -> dict[str, str]:
+    """The headers that tell the id of a request; Anthropic's clients know it by another name."""
+    names = ("x-request-id", "request-id") if is_of_messages(path) else ("x-request-id",)
+    return dict.fromkeys(names, request_id)
 
 
 #: Routes of other APIs, whose they are, and what this server has for the same purpose.
 _ELSEWHERE = {
     "/v1/responses": ("OpenAI's Responses API", "/v1/chat/completions"),
-    "/v1/messages": ("Anthropic's Messages API", "/v1/chat/completions"),
+    "/v1/messages/batches": ("Anthropic's API for batches", "/v1/messages"),
     "/v1/complete": ("Anthropic's older API", "/v1/completions"),
     "/v1/embeddings": ("OpenAI's API for embeddings", None),
     "/v1/audio": ("OpenAI's API for sound", None),
@@ -203,16 +216,38 @@ def _routes_like(request: Request) -> str:
 
 async def completions(service: Service, call: Call) -> Response:
     """/v1/completions"""
-    asked = await service.read(CompletionRequest, call)
+    asked = await service.read(CompletionRequest.read, call)
     name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
     return await _write(service, call, asked, lambda job: CompletionAnswer(job, name, tokenizer))
 
 
 async def chat_completions(service: Service, call: Call) -> Response:
     """/v1/chat/completions"""
-    asked = await service.read(ChatRequest, call)
+    asked = await service.read(ChatRequest.read, call)
     name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
     return await _write(service, call, asked, lambda job: ChatAnswer(job, name, tokenizer))
+
+
+async def messages(service: Service, call: Call) -> Response:
+    """/v1/messages"""
+    asked = await service.read(partial(_as_chat, service, MessagesRequest), call)
+    name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
+    return await _write(service, call, asked, lambda job: MessageAnswer(job, name, tokenizer, call.id))
+
+
+async def count_tokens(service: Service, call: Call) -> Response:
+    """/v1/messages/count_tokens"""
+    asked = await service.read(partial(_as_chat, service, CountRequest), call)
+    service.check_model(asked.model)
+    ignored = _told_ignored(call, asked.ignored)
+    job = partial(encode, asked, service.engine.llm.prompts)
+    return answer({"input_tokens": len(await service.engine.prepared(call.tenant, job))}, headers=ignored)
+
+
+def _as_chat(service: Service, kind: type[CountRequest], body: bytes) -> ChatRequest:
+    """A request of the Messages API, as the chat that says the same."""
+    asked = kind.read(body)
+    return as_chat(asked, template_of(service.engine.llm.prompts.tokenizer, tools=bool(asked.tools)))
 
 
 async def _write(service: Service, call: Call, asked: CommonRequest, make: Callable[[Job], Answer]) -> Response:
@@ -328,7 +363,7 @@ class _Events(StreamingResponse):
 
 async def tokenize(service: Service, call: Call) -> Response:
     """/tokenize: the tokens of a prompt or a conversation."""
-    asked = await service.read(TokenizeRequest, call)
+    asked = await service.read(TokenizeRequest.read, call)
     service.check_model(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "prompt: give either a prompt or messages", param="prompt", code="invalid_value")
@@ -347,7 +382,7 @@ def _tokens(service: Service, asked: TokenizeRequest) -> Response:
 
 async def detokenize(service: Service, call: Call) -> Response:
     """/detokenize: the text of tokens."""
-    asked = await service.read(DetokenizeRequest, call)
+    asked = await service.read(DetokenizeRequest.read, call)
     service.check_model(asked.model)
     return await service.engine.prepared(call.tenant, partial(_text, service, asked))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from outrider.errors import InvalidParameterError
 from outrider.server.errors import ApiError, log
-from outrider.server.streams import encoded
+from outrider.server.wire import encoded
 
 #: Open files that are never connections: records, pages, weights, and what the libraries open.
 RESERVED_FILES = 128

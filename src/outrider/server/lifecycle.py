@@ -70,9 +70,9 @@ class Call:
         """
         if not keys:
             return
-        key, headers = bearer(self.request), {"WWW-Authenticate": "Bearer"}
+        key, headers = api_key(self.request), {"WWW-Authenticate": "Bearer"}
         if not key:
-            problem = "the API key is missing. Send the header Authorization: Bearer KEY"
+            problem = "the API key is missing. Send the header Authorization: Bearer KEY, or x-api-key: KEY"
             raise ApiError(401, problem, code="missing_api_key", headers=headers)
         self.tenant = keys.tenant(key)
         if self.tenant is None:
@@ -133,10 +133,10 @@ def request_id(request: Request) -> str:
     return given if _ID.fullmatch(given) else secrets.token_hex(12)
 
 
-def bearer(request: Request) -> str:
-    """The API key that a request brings; empty where it brings none."""
+def api_key(request: Request) -> str:
+    """The API key that a request brings, as clients of OpenAI send it or as those of Anthropic do; empty for none."""
     kind, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else ""
+    return (key if kind.lower() == "bearer" else request.headers.get("x-api-key", "")).strip()
 
 
 def check_content_type(request: Request) -> None:
@@ -177,7 +177,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 # Only the API is used: who starts the server chooses where spans go, and without that nothing is recorded.
 
 
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/messages": "chat"}
 
 
 class RequestSpan:

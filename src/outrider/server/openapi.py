@@ -9,11 +9,15 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from outrider import __version__
+from outrider.server.messages import CountRequest, MessagesRequest
 from outrider.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.server.wire import is_of_messages
 
 _POSTED: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
     "/v1/chat/completions": (ChatRequest, "Complete a conversation."),
+    "/v1/messages": (MessagesRequest, "Complete a conversation, in Anthropic's words."),
+    "/v1/messages/count_tokens": (CountRequest, "The number of tokens of such a conversation."),
     "/tokenize": (TokenizeRequest, "The tokens of a prompt or a conversation."),
     "/detokenize": (DetokenizeRequest, "The text of tokens."),
 }
@@ -49,17 +53,18 @@ def document() -> dict[str, Any]:
     paths["/records"]["delete"] = _operation("Delete what is kept of the texts of this API key.")
     for path, (kind, text) in _POSTED.items():
         body = {"required": True, "content": {"application/json": {"schema": named[(kind, "validation")]}}}
-        paths[path] = {"post": {**_operation(text), "requestBody": body}}
+        error = "ErrorOfMessages" if is_of_messages(path) else "Error"
+        paths[path] = {"post": {**_operation(text, error), "requestBody": body}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {**shared["$defs"], "Error": _ERROR}},
+        "components": {"schemas": {**shared["$defs"], "Error": _ERROR, "ErrorOfMessages": _ERROR_OF_MESSAGES}},
     }
 
 
-def _operation(text: str) -> dict[str, Any]:
-    schema = {"schema": {"$ref": "#/components/schemas/Error"}}
+def _operation(text: str, error: str = "Error") -> dict[str, Any]:
+    schema = {"schema": {"$ref": f"#/components/schemas/{error}"}}
     errors = {status: {"description": said, "content": {"application/json": schema}} for status, said in _ERRORS.items()}
     return {"summary": text, "responses": {"200": {"description": "The answer."}, **errors}}
 
@@ -78,5 +83,22 @@ _ERROR = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ERROR_OF_MESSAGES = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {"type": "object", "properties": {"error_code": {"type": "string"}}},
+            },
+        },
+        "request_id": {"type": ["string", "null"]},
     },
 }

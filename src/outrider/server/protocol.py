@@ -17,7 +17,7 @@ from outrider.server.connections import ASKED, SILENT, UPLOADING, Listener, Plac
 from outrider.server.errors import ApiError, log
 from outrider.server.lifecycle import BEGAN
 from outrider.server.requests import MAX_HEADERS, ServerSettings, check_headers
-from outrider.server.streams import encoded
+from outrider.server.wire import encoded
 
 #: A client that has closed its side is asked for a sign of life after so long, and then each time after twice as long.
 _FIRST_PROBE_SECONDS = 0.1

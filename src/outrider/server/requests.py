@@ -410,7 +410,7 @@ def field_names(asked: CommonRequest) -> dict[str, str]:
         found["logprobs"] = "top_logprobs"
         if asked.max_completion_tokens is not None:
             found["max_tokens"] = "max_completion_tokens"
-    return found
+    return {**asked.names, **{inner: asked.names.get(name, name) for inner, name in found.items()}}
 
 
 def _response_format(asked: CommonRequest) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, ValidationError
@@ -159,6 +159,7 @@ class Shape(BaseModel):
     refused: ClassVar[dict[str, Refusal]] = {}
     passed_over: ClassVar[frozenset[str]] = frozenset()
     _ignored: tuple[str, ...] = PrivateAttr(())
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def read(cls, body: bytes) -> Self:
@@ -175,18 +176,39 @@ class Shape(BaseModel):
             refusal, value = cls.refused[name], values.pop(name)
             if value is not None and value not in refusal.neutral:
                 raise UnsupportedParameterError(name, value, refusal.reason, refusal.remedy)
+        return cls.said_again(values, ignored)
+
+    @classmethod
+    def said_again(
+        cls, values: Mapping[str, Any], ignored: Iterable[str] = (), names: Mapping[str, str] | None = None
+    ) -> Self:
+        """The object with these fields.
+
+        Args:
+            values: The fields. One that is None counts as not given.
+            ignored: Fields of the request that were passed over.
+            names: What the request calls fields that have other names here, where it was made for another API.
+
+        Raises:
+            InvalidParameterError: A field is unknown, or has a value of another type.
+        """
         given = {name: value for name, value in values.items() if value is not None}
         try:
             found = cls.model_validate(given)
         except (ValueError, RecursionError) as error:
             raise _first_problem(cls, error) from None
-        found._ignored = tuple(ignored)
+        found._ignored, found._names = tuple(ignored), dict(names or {})
         return found
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """The fields that were passed over."""
         return self._ignored
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """What the request calls fields that have other names here."""
+        return self._names
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

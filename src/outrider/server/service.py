@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,8 +139,12 @@ class Service:
     def _max_texts(self) -> int:
         return self.facts.max_num_seqs + self.settings.max_queue
 
-    async def read(self, kind: type[S], call: Call) -> S:
+    async def read(self, read: Callable[[bytes], S], call: Call) -> S:
         """What the body of a request says. A large body is read in another thread, when it is the tenant's turn.
+
+        Args:
+            read: Reads a body.
+            call: The request.
 
         Raises:
             ApiError, InputError: It is too large or too slow, or it cannot be read.
@@ -148,8 +152,8 @@ class Service:
         body = await call.body(self.settings)
         check_values(body, self.settings.max_body_values)
         if len(body) <= _READ_AT_ONCE:
-            return kind.read(body)
-        return await self.engine.prepared(call.tenant, partial(kind.read, body))
+            return read(body)
+        return await self.engine.prepared(call.tenant, partial(read, body))
 
     async def job(self, asked: CommonRequest, tenant: str | None) -> Job:
         """What a request asks for, ready for the engine.

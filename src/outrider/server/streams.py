@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
@@ -19,17 +18,6 @@ from outrider.server.errors import ApiError, api_error
 
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
-
-
-def encoded(body: Any) -> bytes:
-    """JSON as it is sent; minus infinity, which JSON does not have, does not occur in answers."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
-
-
-def event(body: Any) -> bytes:
-    """One event."""
-    return b"data: " + encoded(body) + b"\n\n"
 
 
 async def events(
@@ -50,18 +38,20 @@ async def events(
     """
     try:
         for chunk in answer.opening():
-            yield event(chunk)
-        async with aclosing(within(deadlines, end, pieces(streams))) as found:
-            async for place, piece in found:
-                told = answer.chunk(place, piece)
-                if told is not None:
-                    yield event(told)
+            yield answer.event(chunk)
+        async with aclosing(with_pauses(within(deadlines, end, pieces(streams)), answer.pause_seconds)) as found:
+            async for item in found:
+                told = None if item is None else answer.chunk(*item)
+                part = answer.pause if item is None else b"" if told is None else answer.event(told)
+                if part:
+                    yield part
         for chunk in answer.closing():
-            yield event(chunk)
+            yield answer.event(chunk)
     except Exception as error:
         failed(error)
-        yield event(api_error(error).body)
-    yield DONE
+        yield answer.failure(api_error(error))
+    if answer.last:
+        yield answer.last
 
 
 async def within(deadlines: Deadlines, end: float | None, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
@@ -79,6 +69,29 @@ async def within(deadlines: Deadlines, end: float | None, items: AsyncGenerator[
             if item is None:
                 return
             yield item
+
+
+async def with_pauses(items: AsyncGenerator[T, None], seconds: float | None) -> AsyncGenerator[T | None, None]:
+    """The items of another generator, and None each time that none has come for so many seconds; None for never."""
+    waiting: asyncio.Task[T | None] | None = None
+    async with aclosing(items):
+        if seconds is None:
+            async for item in items:
+                yield item
+            return
+        try:
+            while True:
+                waiting = asyncio.ensure_future(anext(items, None))
+                while not (await asyncio.wait({waiting}, timeout=seconds))[0]:
+                    yield None
+                found = waiting.result()
+                if found is None:
+                    return
+                yield found
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
 
 
 async def pieces(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, StreamPiece], None]:

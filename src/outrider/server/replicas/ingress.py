@@ -16,13 +16,13 @@ from outrider.errors import ClosedError
 from outrider.server.access import check_access
 from outrider.server.app import answer
 from outrider.server.errors import ApiError, api_error, log, write_logs
-from outrider.server.lifecycle import bearer, read_body
+from outrider.server.lifecycle import api_key, read_body
 from outrider.server.metrics import MEDIA_TYPE
 from outrider.server.replicas.machines import keep_replica_local
 from outrider.server.replicas.routing import Opening, Parcel, beginnings, merged
 from outrider.server.requests import ServerSettings, check_headers, check_values
-from outrider.server.streams import DONE, event
 from outrider.server.tenants import ApiKeys
+from outrider.server.wire import DONE, error_body, failure, is_of_messages
 
 # --- The ingress: the process that clients reach; it has no model and passes requests on to replicas.
 
@@ -61,7 +61,7 @@ class Ingress:
             found = api_error(error)
             if found.status >= 500:
                 log("a request failed", {"path": request.url.path, "code": found.code}, logging.ERROR, error=error)
-            return answer(found.body, found.status, found.headers)
+            return answer(error_body(found, request.url.path), found.status, found.headers)
 
     async def _metrics(self) -> Response:
         try:
@@ -75,7 +75,7 @@ class Ingress:
 
     async def _parcel(self, request: Request) -> Parcel:
         body = await read_body(request, self._settings.max_body_bytes)
-        tenant = self._keys.tenant(bearer(request))
+        tenant = self._keys.tenant(api_key(request))
         pieces: tuple[bytes, ...] = ()
         if tenant is not None or not self._keys:
             check_values(body, self._settings.max_body_values)
@@ -96,13 +96,13 @@ class Ingress:
                 raise
         else:
             raise _lost()
-        response = StreamingResponse(_rest(opening, parts), opening.status)
+        response = StreamingResponse(_rest(opening, parts, parcel.path), opening.status)
         # The id of the request is added by Ray Serve's own server.
         response.raw_headers = [(name, value) for name, value in opening.headers if name != b"x-request-id"]
         return response
 
 
-async def _rest(opening: Opening, parts: Any) -> AsyncGenerator[bytes, None]:
+async def _rest(opening: Opening, parts: Any, path: str) -> AsyncGenerator[bytes, None]:
     """The body. What goes wrong now is told by an event, as it is where an engine fails. Of any other body the client can
     tell by its length that it has lost the rest, once the connection is closed."""
     try:
@@ -113,8 +113,9 @@ async def _rest(opening: Opening, parts: Any) -> AsyncGenerator[bytes, None]:
         log("an answer was lost", {"sent": True}, logging.ERROR, error=error)
         if not _is_stream(opening):
             raise
-        yield event(api_error(_lost() if isinstance(error, RayActorError) else error).body)
-        yield DONE
+        yield failure(api_error(_lost() if isinstance(error, RayActorError) else error), path)
+        if not is_of_messages(path):
+            yield DONE
     finally:
         parts.cancel()
 

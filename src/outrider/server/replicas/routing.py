@@ -92,7 +92,7 @@ def _first_prompt(body: Any) -> bytes:
     if not isinstance(body, dict):
         return b""
     if "messages" in body:  # tools stand before the conversation in the usual templates
-        return json.dumps([body.get("tools"), body["messages"]]).encode()
+        return json.dumps([body.get("tools"), body.get("system"), body["messages"]]).encode()
     prompt = body.get("prompt", "")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
