@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from outrider.lab.convert.gguf import FileTensor
+from tests.model import checkpoints
 
 Rows = Callable[[np.ndarray], np.ndarray]
 #: What a tensor of a folder becomes: the name that the gguf package knows, the part of it, and a change of its numbers.
@@ -93,6 +95,20 @@ class WrittenFamily:
         return self.norms if "norm" in stock else AS_IT_IS
 
 
+def save(family: str, path: Path, **changes: Any) -> str:
+    """A checkpoint whose routers have biases, which new models have not."""
+    from transformers import AutoModelForCausalLM
+
+    source = checkpoints.save(family, path, seed=1, **changes)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for bias in biases:
+        bias.copy_(0.3 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(2)))
+    if biases:
+        model.save_pretrained(source)
+    return source
+
+
 def _parted(stock: str) -> tuple[str, str]:
     """What stands before the name of a tensor in its layer, and this name."""
     if not stock.startswith("model.layers."):
@@ -128,6 +144,7 @@ EXPERTS: dict[str, list[Part]] = {
         (f"mlp.experts.{name}_proj", half(which), AS_IT_IS) for which, name in enumerate(("gate", "up"))
     ],
     "mlp.experts.down_proj": [("mlp.experts.down_proj", _whole, AS_IT_IS)],
+    "mlp.gate.e_score_correction_bias": [("mlp.gate.e_score_correction", _whole, AS_IT_IS)],
 }
 
 
@@ -207,12 +224,27 @@ def _delta_by_keys(config: Any) -> dict[str, list[Part]]:
     }
 
 
+def _describe_sigmoid(writer: Any, config: Any) -> None:
+    import gguf
+
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+_ROUTED = {
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
 _SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 #: By the model type of their configuration.
 WRITTEN: dict[str, WrittenFamily] = {
     "qwen3_5_text": WrittenFamily("qwen35", {}, _describe_qwen35, _delta_by_turns, PLUS_ONE),
     "qwen3_5_moe_text": WrittenFamily("qwen35moe", _SHARED, _describe_qwen35, _delta_by_turns, PLUS_ONE),
     "qwen3_next": WrittenFamily("qwen3next", _SHARED, _describe_delta, _delta_by_keys, PLUS_ONE),
+    "glm4": WrittenFamily("glm4"),
+    "glm4_moe": WrittenFamily("glm4moe", _ROUTED, _describe_sigmoid),
 }
 #: Three heads of values for each of four of keys, so that no order of heads is its own inverse, and in blocks of 256
 #: columns that hold several heads.
@@ -226,4 +258,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HEADS,
     "qwen3_5_moe_text": _HEADS | _SMALL_EXPERTS,
     "qwen3_next": _HEADS | _SMALL_EXPERTS,
+    "glm4": {"attention_bias": True},
+    "glm4_moe": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.5},
 }

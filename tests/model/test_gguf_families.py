@@ -15,7 +15,7 @@ from outrider.errors import OutriderError
 from outrider.loading.gguf.header import read_gguf
 from tests.model import checkpoints
 from tests.model.core import core
-from tests.model.gguf_families import SHAPES
+from tests.model.gguf_families import SHAPES, save
 from tests.model.gguf_files import Written
 
 pytest.importorskip("gguf")
@@ -27,7 +27,7 @@ families = pytest.mark.parametrize("family", core(SHAPES, FEW, "src/outrider/loa
 
 def folder(family: str, path: Path, **changes: Any) -> str:
     shape = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-    return checkpoints.save(family, path, seed=1, **(shape | SHAPES[family] | changes))
+    return save(family, path, **(shape | SHAPES[family] | changes))
 
 
 def told(model: str, **settings: Any) -> list[dict[int, float]]:

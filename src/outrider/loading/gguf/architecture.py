@@ -20,7 +20,9 @@ from outrider.loading.gguf.names import (
     FUSED,
     LAYER,
     WITH_EXPERTS,
+    WITH_NORMS_BEHIND,
     WITH_POST_NORMS,
+    WITH_ROUTED_EXPERTS,
     WITH_SHARED_EXPERT,
     WITH_SINKS,
     LayerNames,
@@ -164,6 +166,36 @@ def _delta_and_experts(values: Values) -> dict[str, Any]:
     return _delta(values) | _qwen_3_experts(values) | {"shared_expert_intermediate_size": shared}
 
 
+def _with_biases(values: Values) -> dict[str, Any]:
+    """Queries, keys and values may have biases."""
+    return {"attention_bias": values.has("blk.0.attn_q.bias")}
+
+
+#: The functions that make scores of experts, by their numbers in files.
+_SOFTMAX, _SIGMOID = 1, 2
+
+
+def _routed(values: Values) -> dict[str, Any]:
+    """Experts that a router with a bias chooses, as in DeepSeek-V3, some layers without them, and shared ones."""
+    if values.get("expert_gating_func") not in (None, _SIGMOID):
+        raise values.refuse(f"expert_gating_func={values.get('expert_gating_func')!r}")
+    return {
+        "n_routed_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "moe_intermediate_size": values.count("expert_feed_forward_length"),
+        "n_shared_experts": values.natural("expert_shared_count"),
+        "first_k_dense_replace": values.natural("leading_dense_block_count"),
+        "routed_scaling_factor": values.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(values.get("expert_weights_norm")),
+        "n_group": values.natural("expert_group_count") or 1,
+        "topk_group": values.natural("expert_group_used_count") or 1,
+    }
+
+
+def _glm_4_experts(values: Values) -> dict[str, Any]:
+    return _routed(values) | _with_biases(values) | {"use_qk_norm": values.has("blk.0.attn_q_norm.weight")}
+
+
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _GEMMA: dict[str, Any] = {
     "layer": WITH_POST_NORMS,
@@ -172,6 +204,9 @@ _GEMMA: dict[str, Any] = {
 }
 _EXPERTS = ("expert_count",)
 _PREDICTED = "nextn_predict_layers"
+_ROUTED = (
+    *_EXPERTS, _PREDICTED, "expert_shared_count", "expert_group_count", "expert_weights_scale", "expert_weights_norm",
+)  # fmt: skip
 _DELTA: dict[str, Any] = {"offset_norms": True, "rope": partial_rope}
 _DELTA_EXPERTS: dict[str, Any] = {
     "config": "Qwen3_5MoeTextConfig",
@@ -217,6 +252,16 @@ ARCHITECTURES = {
         layer={**WITH_SHARED_EXPERT, **DELTA, "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
         arranged=DELTA_BY_KEYS,
         **_DELTA_EXPERTS,
+    ),
+    "glm4": Architecture(
+        "Glm4Config", adjusted=_with_biases, layer=WITH_NORMS_BEHIND, rope=partial_rope, knows=(_PREDICTED,)
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeConfig",
+        adjusted=_glm_4_experts,
+        layer={**WITH_ROUTED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
+        rope=partial_rope,
+        knows=_ROUTED,
     ),
     "gemma2": Architecture("Gemma2Config", adjusted=_gemma_2, **_GEMMA),
     "gemma3": Architecture("Gemma3TextConfig", adjusted=_gemma_3, **_GEMMA),

@@ -34,8 +34,8 @@ from outrider.loading.gguf.rotary import FREQUENCY_FACTORS
 from outrider.loading.quantised_checkpoint import joined_parts, num_parts, part_shape
 
 logger = logging.getLogger(__name__)
-#: What may have more bits than the rest of a model: norms, and what rates and steps of running states are made of.
-_KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias")
+#: What may have more bits than the rest of a model: norms, biases of routers, and what rates and steps are made of.
+_KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias", ".e_score_correction_bias")
 
 
 class GgufCheckpoint:

@@ -362,6 +362,10 @@ class Values:
             raise self._wrong(name, found, "no whole number from 1 on")
         return found
 
+    def natural(self, name: str) -> int:
+        """A whole number from 0 on; 0 where the file says none."""
+        return self.count(name) if self.get(name) else 0
+
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number: the shortest one that has the file's bits. A file has 32 bits of what a configuration says."""
         found = self._get(name, default)

@@ -68,6 +68,21 @@ DELTA = {
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
+#: Of GLM-4, whose norms behind attention and feed-forward have names of their own.
+WITH_NORMS_BEHIND = {
+    **LAYER,
+    "ffn_up": "mlp.gate_up_proj",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+#: Experts of the form of DeepSeek: behind some layers without any, with a bias of the router and shared ones.
+WITH_ROUTED_EXPERTS = {
+    **LAYER,
+    **EXPERTS,
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+}
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 #: What transformers has as a parameter of another module, without ".weight".
 _BARE = ("self_attn.sinks", *EXPERTS.values())
