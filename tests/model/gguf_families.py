@@ -237,6 +237,45 @@ _ROUTED = {
     "routed_scaling_factor": "expert_weights_scale",
     "norm_topk_prob": "expert_weights_norm",
 }
+
+
+def _describe_latent(writer: Any, config: Any) -> None:
+    import gguf
+
+    writer.add_head_count_kv(1)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    kind = "SIGMOID" if config.model_type == "deepseek_v3" else "SOFTMAX"
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType[kind])
+
+
+def _latent_parts(config: Any) -> dict[str, list[Part]]:
+    """Keys of all heads the other way round, and values."""
+
+    def rows(which: slice) -> Rows:
+        heads, latent = config.num_attention_heads, config.kv_lora_rank
+        return lambda both: both.reshape(heads, -1, latent)[:, which]
+
+    keys, values = rows(slice(config.qk_nope_head_dim)), rows(slice(config.qk_nope_head_dim, None))
+    return {
+        "self_attn.kv_b_proj": [
+            ("self_attn.k_b_proj", lambda both: keys(both).swapaxes(1, 2), AS_IT_IS),
+            ("self_attn.v_b_proj", values, AS_IT_IS),
+        ]
+    }
+
+
+_LATENT = {"q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank"}
+_GROUPS = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
 _SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 #: By the model type of their configuration.
 WRITTEN: dict[str, WrittenFamily] = {
@@ -244,6 +283,8 @@ WRITTEN: dict[str, WrittenFamily] = {
     "qwen3_5_moe_text": WrittenFamily("qwen35moe", _SHARED, _describe_qwen35, _delta_by_turns, PLUS_ONE),
     "qwen3_next": WrittenFamily("qwen3next", _SHARED, _describe_delta, _delta_by_keys, PLUS_ONE),
     "glm4": WrittenFamily("glm4"),
+    "deepseek_v3": WrittenFamily("deepseek2", _ROUTED | _LATENT | _GROUPS, _describe_latent, _latent_parts),
+    "deepseek_v2": WrittenFamily("deepseek2", _ROUTED | _LATENT, _describe_latent, _latent_parts),
     "glm4_moe": WrittenFamily("glm4moe", _ROUTED, _describe_sigmoid),
 }
 #: Three heads of values for each of four of keys, so that no order of heads is its own inverse, and in blocks of 256
@@ -253,11 +294,21 @@ _HEADS: dict[str, Any] = {
     "linear_value_head_dim": 64,
 }  # fmt: skip
 _SMALL_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+_LATENTS: dict[str, Any] = {
+    "q_lora_rank": 64, "kv_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 128,
+    "head_dim": 32, "qk_head_dim": 96, "moe_intermediate_size": 256,
+}  # fmt: skip
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40, "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}  # fmt: skip
 #: What a checkpoint of a family needs for a file, by the names of checkpoints; llama.cpp has kernels for some sizes alone.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HEADS,
     "qwen3_5_moe_text": _HEADS | _SMALL_EXPERTS,
     "qwen3_next": _HEADS | _SMALL_EXPERTS,
     "glm4": {"attention_bias": True},
+    "deepseek_v3": _LATENTS | {"n_group": 2, "topk_group": 1, "rope_parameters": _YARN},
+    "deepseek_v2": _LATENTS | {"norm_topk_prob": False},
     "glm4_moe": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.5},
 }

@@ -52,6 +52,7 @@ class Written:
         metadata: More values, or others.
         vocabulary: Writes the vocabulary.
         more: Tensors of zeros beside those of the model, by their names.
+        without: Values of attention that are left out.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Written:
         kinds: Kinds = ("Q4_0",),
         vocabulary: Any = None,
         more: dict[str, tuple[int, ...]] | None = None,
+        without: tuple[str, ...] = (),
         **metadata: Any,
     ) -> None:
         import gguf
@@ -77,6 +79,8 @@ class Written:
             add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)]
             writer.kv_data[0].pop(f"{name}.{key}", None)
             add(f"{name}.{key}", value)
+        for key in without:
+            writer.kv_data[0].pop(f"{name}.attention.{key}")
         if vocabulary is not None:
             vocabulary(writer)
         for factors, value in frequency_factors(config).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from outrider.errors import OutriderError
 from outrider.loading.gguf.header import read_gguf
 from tests.model import checkpoints
 from tests.model.core import core
-from tests.model.gguf_families import SHAPES, save
+from tests.model.gguf_families import SHAPES, WRITTEN, save
 from tests.model.gguf_files import Written
 
 pytest.importorskip("gguf")
@@ -85,6 +86,18 @@ def test_prediction_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level(logging.INFO, "outrider"):
         assert told(str(file.path)) == told(str(plain.path))
     assert "1 prediction layers are left out" in caplog.text
+
+
+def test_deepseek_may_unfold_with_one_tensor_and_compress_no_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As older files do, which say the width of heads instead, and as small models are."""
+    source = folder("deepseek_v2", tmp_path / "source", q_lora_rank=None)
+    monkeypatch.setitem(WRITTEN, "deepseek_v2", replace(WRITTEN["deepseek_v2"], parts=lambda config: {}))
+    widths = {"attention.key_length": 96, "attention.value_length": 128, "attention.head_count_kv": 4}
+    file = Written(source, tmp_path / "m.gguf", ("F32",), without=("key_length_mla", "value_length_mla"), **widths)
+    assert "blk.0.attn_kv_b.weight" in read_gguf(str(file.path)).tensors
+    assert told(str(file.path)) == told(source, dtype="float32")
 
 
 @pytest.mark.parametrize(

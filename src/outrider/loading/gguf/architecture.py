@@ -6,20 +6,21 @@ back. What an architecture would mean otherwise is refused by name, and never gu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
-from outrider.loading.gguf.arrangement import DELTA_BY_KEYS, DELTA_BY_TURNS, ROTATED, Arranged
+from outrider.loading.gguf.arrangement import DELTA_BY_KEYS, DELTA_BY_TURNS, ROTATED, UNFOLDING, Arranged, Joined
 from outrider.loading.gguf.header import AGAIN, ORIGINAL, GgufFile, Values
 from outrider.loading.gguf.names import (
     DELTA,
     FUSED,
     LAYER,
     WITH_EXPERTS,
+    WITH_LATENTS,
     WITH_NORMS_BEHIND,
     WITH_POST_NORMS,
     WITH_ROUTED_EXPERTS,
@@ -32,6 +33,7 @@ from outrider.loading.gguf.rotary import (
     LONG_FACTORS,
     SHORT_FACTORS,
     TEMPERATURE,
+    latent_rope,
     long_rope,
     partial_rope,
     partial_rotary,
@@ -51,6 +53,7 @@ class Architecture:
         adjusted: Makes the configuration's values that are not common to all, from a reader of the file.
         layer: The names of tensors of a layer.
         arranged: What lies otherwise in the file.
+        joined: What has several tensors in the file.
         offset_norms: Whether the weights of norms are kept plus 1, those of `arranged` apart.
         knows: Values that `adjusted` or `rope` take care of, and that are refused elsewhere.
         rope: Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
@@ -61,6 +64,7 @@ class Architecture:
     adjusted: Callable[[Values], dict[str, Any]] = lambda values: {}
     layer: LayerNames = field(default_factory=lambda: LAYER)
     arranged: Arranged = field(default_factory=dict)
+    joined: Mapping[str, Joined] = field(default_factory=dict)
     offset_norms: bool = False
     knows: tuple[str, ...] = ()
     rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
@@ -175,10 +179,10 @@ def _with_biases(values: Values) -> dict[str, Any]:
 _SOFTMAX, _SIGMOID = 1, 2
 
 
-def _routed(values: Values) -> dict[str, Any]:
+def _routed(values: Values, gating: int = _SIGMOID) -> dict[str, Any]:
     """Experts that a router with a bias chooses, as in DeepSeek-V3, some layers without them, and shared ones."""
-    if values.get("expert_gating_func") not in (None, _SIGMOID):
-        raise values.refuse(f"expert_gating_func={values.get('expert_gating_func')!r}")
+    if values.get(_GATING) not in (None, gating):
+        raise values.refuse(f"{_GATING}={values.get(_GATING)!r}")
     return {
         "n_routed_experts": values.count("expert_count"),
         "num_experts_per_tok": values.count("expert_used_count"),
@@ -192,6 +196,37 @@ def _routed(values: Values) -> dict[str, Any]:
     }
 
 
+_GATING = "expert_gating_func"
+
+
+def _latent(values: Values) -> dict[str, Any]:
+    """Attention to compressed keys and values. Older files say the width of heads where newer ones say that of latents."""
+    heads, rotated = values.count("attention.head_count"), values.count("rope.dimension_count")
+    width = values.count("attention.key_length_mla", values.get("attention.key_length"))
+    if width <= rotated:
+        raise values.refuse(f"keys of {width} numbers, of which {rotated} are rotated")
+    return {
+        "num_key_value_heads": heads,
+        "head_dim": rotated,
+        "q_lora_rank": values.count("attention.q_lora_rank") if values.get("attention.q_lora_rank") else None,
+        "kv_lora_rank": values.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": width - rotated,
+        "v_head_dim": values.count("attention.value_length_mla", values.get("attention.value_length")),
+    }
+
+
+def _deepseek_3(values: Values) -> dict[str, Any]:
+    return _routed(values) | _latent(values)
+
+
+def _deepseek_2(values: Values) -> dict[str, Any]:
+    """Experts by softmax, whose weights are not made to add up to 1."""
+    if values.get("expert_weights_norm") or values.natural("expert_group_count") > 1:
+        raise values.refuse("weights of experts that add up to 1, or groups of them, by softmax")
+    return _routed(values, _SOFTMAX) | _latent(values)
+
+
 def _glm_4_experts(values: Values) -> dict[str, Any]:
     return _routed(values) | _with_biases(values) | {"use_qk_norm": values.has("blk.0.attn_q_norm.weight")}
 
@@ -203,6 +238,8 @@ _GEMMA: dict[str, Any] = {
     "knows": (*_CAPS, "attention.sliding_window"),
 }
 _EXPERTS = ("expert_count",)
+#: Whether keys have another width than values, since both are compressed.
+_LATENT = "attention.kv_lora_rank"
 _PREDICTED = "nextn_predict_layers"
 _ROUTED = (
     *_EXPERTS, _PREDICTED, "expert_shared_count", "expert_group_count", "expert_weights_scale", "expert_weights_norm",
@@ -263,12 +300,23 @@ ARCHITECTURES = {
         rope=partial_rope,
         knows=_ROUTED,
     ),
+    "deepseek2": Architecture(
+        "DeepseekV2Config",
+        adjusted=_deepseek_2,
+        layer=WITH_LATENTS,
+        joined=UNFOLDING,
+        rope=latent_rope,
+        knows=(*_ROUTED, _LATENT),
+    ),
     "gemma2": Architecture("Gemma2Config", adjusted=_gemma_2, **_GEMMA),
     "gemma3": Architecture("Gemma3TextConfig", adjusted=_gemma_3, **_GEMMA),
 }
-#: Architectures that are other ones where a file has a certain value: by both names.
+#: Architectures that are other ones where a file has a certain value: by both names, with None for any value.
 _WHERE_IT_HAS = {
-    ("mistral3", TEMPERATURE): Architecture("Ministral3Config", arranged=ROTATED, knows=(TEMPERATURE,), rope=tempered_rope)
+    ("deepseek2", _GATING, _SIGMOID): replace(ARCHITECTURES["deepseek2"], config="DeepseekV3Config", adjusted=_deepseek_3),
+    ("mistral3", TEMPERATURE, None): Architecture(
+        "Ministral3Config", arranged=ROTATED, knows=(TEMPERATURE,), rope=tempered_rope
+    ),
 }
 #: Values that would change what a model computes, and what they are where they change nothing.
 _SPECIAL = {
@@ -305,7 +353,11 @@ def architecture_of(file: GgufFile) -> Architecture:
     if name not in ARCHITECTURES:
         problem = f"its architecture is {name}, and {', '.join(ARCHITECTURES)} are known of GGUF files"
         raise UnsupportedModelError(file.path, problem, ORIGINAL)
-    others = (known for (one, value), known in _WHERE_IT_HAS.items() if one == name and values.get(value))
+    others = (
+        known
+        for (one, key, wanted), known in _WHERE_IT_HAS.items()
+        if one == name and values.get(key) and wanted in (None, values.get(key))
+    )
     return next(others, ARCHITECTURES[name])
 
 
@@ -350,7 +402,7 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
         raise ModelLoadError(values.file.path, problem, AGAIN)
     check_file_limit(values.file.path, "layers", layers)
     head_dim = values.count("attention.key_length", hidden // heads)
-    if values.count("attention.value_length", head_dim) != head_dim:
+    if _LATENT not in known.knows and values.count("attention.value_length", head_dim) != head_dim:
         raise values.refuse("values of another width than its keys")
     return {
         "hidden_size": hidden,

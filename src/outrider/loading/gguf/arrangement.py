@@ -57,6 +57,36 @@ def column_order(arranged: Arranged, stock: str, config: Any) -> Tensor | None:
     return None if columns is None else columns(config)
 
 
+@dataclass(frozen=True)
+class Joined:
+    """A tensor of transformers whose parts are tensors of a file, which are named by their numbers. It becomes floats.
+
+    Attributes:
+        shapes: Those of the parts, for a configuration.
+        join: Makes the tensor of its parts.
+    """
+
+    shapes: Callable[[Any], list[tuple[int, ...]]]
+    join: Callable[[list[Tensor]], Tensor]
+
+
+# --- What unfolds latent keys and values: keys of each head the other way round, then values. Both are the rows of a head
+# in transformers.
+
+
+def _unfolding_shapes(config: Any) -> list[tuple[int, ...]]:
+    heads, latent = config.num_attention_heads, config.kv_lora_rank
+    return [(heads, latent, config.qk_nope_head_dim), (heads, config.v_head_dim, latent)]
+
+
+def _unfolding(parts: list[Tensor]) -> Tensor:
+    keys, values = parts
+    return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+
+
+UNFOLDING = {"self_attn.kv_b_proj": Joined(_unfolding_shapes, _unfolding)}
+
+
 # --- Heads whose rows are interleaved in a file, since llama.cpp rotates neighbours.
 
 

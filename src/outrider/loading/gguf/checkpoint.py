@@ -16,7 +16,7 @@ from outrider.kernels.weights import ExpertStack, keep_quantised
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import check_wanted
 from outrider.loading.gguf.architecture import architecture_of
-from outrider.loading.gguf.arrangement import arrangement_of, column_order, layer_name, row_order
+from outrider.loading.gguf.arrangement import Joined, arrangement_of, column_order, layer_name, row_order
 from outrider.loading.gguf.header import (
     AGAIN,
     ORIGINAL,
@@ -88,6 +88,9 @@ class GgufCheckpoint:
             wanted.pop(projection.name)
             wanted.pop(f"{projection.name}_bias", None)
             wanted |= projection.shapes
+        for whole, (_, shapes) in self._joined().items():
+            wanted.pop(whole)
+            wanted |= {f"{whole}[{part}]": shape for part, shape in enumerate(shapes)}
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 problem = f"it has a tensor {tensor.name}, which its architecture does not have"
@@ -135,6 +138,8 @@ class GgufCheckpoint:
                 state[name] = torch.full((), float("nan"), dtype=dtype).expand(shapes[name])
             else:
                 state[name] = self._floats(name, tensor).reshape(shapes[name])
+        for name, (joined, _) in self._joined().items():
+            state[name] = joined.join([self._tensors[part].floats() for part in self._parts(name)])
         for projection in projections(empty):
             state |= projection.state(self._file.path, self._tensors, dtype)
         return state
@@ -162,12 +167,23 @@ class GgufCheckpoint:
                 path, _, kind = name.rpartition(".")
                 _keep_wide(modules[path], kind, self._floats(name, tensor))
             reading.advance(tensor.data.nbytes)
+        for name in self._joined():
+            reading.advance(sum(self._tensors[part].data.nbytes for part in self._parts(name)))
         for projection in projections(model):
             check_wanted()
             projection.fill(self._file.path, self._tensors, dtype)
             reading.advance(sum(self._tensors[part].data.nbytes for part in (*projection.parts, *projection.bias_parts)))
         hf_modules.use_stored_experts(model)
         self._scale_frequencies(model)
+
+    def _joined(self) -> dict[str, tuple[Joined, list[tuple[int, ...]]]]:
+        """The tensors of transformers that have several ones in the file, with the shapes of these."""
+        found = {name[:-3]: self._known.joined.get(layer_name(name[:-3])) for name in self._tensors if name.endswith("]")}
+        return {name: (joined, joined.shapes(self._config)) for name, joined in found.items() if joined is not None}
+
+    def _parts(self, name: str) -> list[str]:
+        """The names of the parts of a tensor that is joined."""
+        return [f"{name}[{part}]" for part in range(len(self._joined()[name][1]))]
 
     def _single(self) -> list[tuple[str, GgufTensor]]:
         """The tensors that are no parts of others, by transformers' names."""

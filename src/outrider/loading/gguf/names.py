@@ -83,6 +83,18 @@ WITH_ROUTED_EXPERTS = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }
+#: Of attention to what was compressed. What unfolds keys and values is one tensor in older files, and two in newer ones.
+WITH_LATENTS = {
+    **WITH_ROUTED_EXPERTS,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b.weight": "self_attn.kv_b_proj.weight[0]",
+    "attn_v_b.weight": "self_attn.kv_b_proj.weight[1]",
+}
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 #: What transformers has as a parameter of another module, without ".weight".
 _BARE = ("self_attn.sinks", *EXPERTS.values())

@@ -68,6 +68,14 @@ def partial_rope(values: Values, head_dim: int) -> dict[str, Any]:
     return rope_parameters(values) | {"partial_rotary_factor": partial_rotary(values, head_dim)}
 
 
+def latent_rope(values: Values, head_dim: int) -> dict[str, Any]:
+    """Rotary positions of DeepSeek, whose files have a tenth of the number that scales scores under YaRN."""
+    found = rope_parameters(values, weighs=True)
+    if found.get("mscale_all_dim"):
+        found["mscale"] = found["mscale_all_dim"] = round(10 * found["mscale_all_dim"], 6)
+    return found
+
+
 def long_rope(values: Values, head_dim: int) -> dict[str, Any]:
     """Rotary positions of Phi-3: with factors for short texts and for long ones where the file has these.
 
