@@ -12,10 +12,12 @@ from torch import Tensor
 
 from outrider.kernels.gguf_blocks import GGUF_TYPES
 from outrider.lab.convert.gguf import FAMILIES, FileTensor, describe, file_tensors, frequency_factors, is_matrix
+from tests.model.gguf_families import WRITTEN, ChangedTensor
 
 #: The types that the gguf package can round to. Blocks of others are drawn.
 ROUNDED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-
+#: What stays float32, beside norms, biases, sinks and routers.
+KEPT = ("ssm_a", "ssm_d", "ssm_conv1d.weight", "shortconv.conv.weight", "ffn_gate_inp_shexp.weight")
 
 Kinds = tuple[str, ...] | Callable[[int, str], str]
 
@@ -49,10 +51,19 @@ class Written:
             number and a name.
         metadata: More values, or others.
         vocabulary: Writes the vocabulary.
+        more: Tensors of zeros beside those of the model, by their names.
+        without: Values of attention that are left out.
     """
 
     def __init__(
-        self, checkpoint: str, path: Path, kinds: Kinds = ("Q4_0",), vocabulary: Any = None, **metadata: Any
+        self,
+        checkpoint: str,
+        path: Path,
+        kinds: Kinds = ("Q4_0",),
+        vocabulary: Any = None,
+        more: dict[str, tuple[int, ...]] | None = None,
+        without: tuple[str, ...] = (),
+        **metadata: Any,
     ) -> None:
         import gguf
         from transformers import AutoModelForCausalLM
@@ -60,19 +71,26 @@ class Written:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         config, state = model.config, model.state_dict()
         self.path, self.model, self.values = path, model, {}
-        name = FAMILIES[config.model_type].architecture
+        family = WRITTEN.get(config.model_type)
+        name = (family or FAMILIES[config.model_type]).architecture
         writer = gguf.GGUFWriter(path, name)
-        describe(writer, config)
+        (family.describe if family else describe)(writer, config)
         for key, value in metadata.items():
             add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)]
+            writer.kv_data[0].pop(f"{name}.{key}", None)
             add(f"{name}.{key}", value)
+        for key in without:
+            writer.kv_data[0].pop(f"{name}.attention.{key}")
         if vocabulary is not None:
             vocabulary(writer)
         for factors, value in frequency_factors(config).items():
             writer.add_tensor(factors, value)
-        for turn, tensor in enumerate(file_tensors(config, state)):
-            kind = _kind(kinds, turn, tensor.name) if is_matrix(tensor.name) else "F32"
+        for turn, tensor in enumerate((family.tensors if family else file_tensors)(config, state)):
+            matrix = is_matrix(tensor.name) and not tensor.name.endswith(KEPT)
+            kind = _kind(kinds, turn, tensor.name) if matrix else "F32"
             self._add(writer, tensor, state[tensor.stock], kind, turn)
+        for extra, shape in (more or {}).items():
+            writer.add_tensor(extra, np.zeros(shape, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -87,7 +105,8 @@ class Written:
         else:
             data = blocks(kind, rows.size // rows.shape[-1], rows.shape[-1], seed).reshape(*rows.shape[:-1], -1)
         writer.add_tensor(tensor.name, data, raw_dtype=ggml)
-        value = gguf.quants.dequantize(data, ggml).reshape(rows.shape) - np.float32(tensor.offset)
+        value = gguf.quants.dequantize(data, ggml).reshape(rows.shape)
+        value = tensor.change.undo(value) if isinstance(tensor, ChangedTensor) else value - np.float32(tensor.offset)
         kept = self.values.setdefault(tensor.stock, torch.full(stock.shape, float("nan")))
         places = tensor.arranged(np.arange(stock.numel()).reshape(stock.shape))  # where each number of the file belongs
         kept.view(-1)[torch.from_numpy(places.flatten())] = torch.from_numpy(np.array(value, np.float32).flatten())

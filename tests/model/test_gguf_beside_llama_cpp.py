@@ -19,6 +19,7 @@ from outrider.lab.convert.gguf_vocabulary import own_vocabulary
 from outrider.loading.gguf.splitting import SPLITTINGS
 from outrider.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
+from tests.model.gguf_families import SHAPES, save
 from tests.model.gguf_files import Written
 from tests.model.test_gguf_models import EXPERTS, GEMMA, SEVEN, SHAPE, YARN
 from tests.model.test_gguf_splitting import CORPUS as CUT_TEXTS
@@ -71,6 +72,8 @@ def server(path: Path) -> Iterator[Any]:
         ("llama", ("Q4_0", "Q8_0", "Q5_1"), {}, 0.2),  # llama.cpp rounds activations to 8 bits
         ("llama", ("Q4_K", "Q6_K", "Q5_K"), {}, 0.2),
         ("llama", ("IQ4_NL", "MXFP4", "Q3_K", "Q2_K"), {}, 0.2),
+        *((family, ("F32",), changes, 1e-3) for family, changes in SHAPES.items()),
+        *((family, ("Q8_0",), changes, 0.2) for family, changes in SHAPES.items()),
     ],
     ids=str,
 )
@@ -79,7 +82,7 @@ def test_logits_are_those_of_llama_cpp(
 ) -> None:
     tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     shape = SHAPE | {"vocab_size": len(tokens) + 4, "head_dim": 64} | changes
-    source = checkpoints.save(family, tmp_path / "source", seed=1, **shape)
+    source = save(family, tmp_path / "source", **shape)
     file = Written(source, tmp_path / "model.gguf", kinds, vocabulary("gpt-2", tokens, merges))
     with server(file.path) as send:  # which tells nothing of a part of a letter, so the next token is "A" or "B"
         letters = {"grammar": "root ::= [AB]", "post_sampling_probs": False}

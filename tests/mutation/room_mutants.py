@@ -32,8 +32,20 @@ ROOM_MUTANTS = (
         "torch.stack([data >> 4, data & 15], -1)",
     ),
     _mutant(
+        "heads of values stay in the order of files",
+        "loading/gguf/arrangement.py",
+        ".reshape(each, keys, size).transpose(0, 1)",
+        ".reshape(each, keys, size)",
+    ),
+    _mutant(
+        "columns of blocks are followed the other way round",
+        "loading/gguf/header.py",
+        "known.stored(wanted, dtype), torch.argsort(columns))",
+        "known.stored(wanted, dtype), columns)",
+    ),
+    _mutant(
         "factors of long texts for short ones",
-        "loading/gguf/architecture.py",
+        "loading/gguf/rotary.py",
         "_factors(values, SHORT_FACTORS, count)",
         "_factors(values, LONG_FACTORS, count)",
     ),

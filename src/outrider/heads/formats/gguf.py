@@ -13,8 +13,11 @@ from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.heads.block_networks import BlockHeadConfig, BlockReach
 from outrider.heads.features import FeatureHeadConfig
 from outrider.heads.formats.folder import FULL, SLIDING, HeadTensor, read_layer, read_layers
-from outrider.loading.gguf.architecture import ARCHITECTURES, FREQUENCY_FACTORS, Architecture, read_shape, row_order
-from outrider.loading.gguf.header import AGAIN, LAYER, GgufFile, Values, read_gguf
+from outrider.loading.gguf.architecture import ARCHITECTURES, Architecture, read_shape
+from outrider.loading.gguf.arrangement import row_order
+from outrider.loading.gguf.header import AGAIN, GgufFile, Values, read_gguf
+from outrider.loading.gguf.names import LAYER, stock_names
+from outrider.loading.gguf.rotary import FREQUENCY_FACTORS
 
 # --- What GGUF files of all heads have in common: tensors by llama.cpp's names, an absolute d2t, and numbers of layers.
 #
@@ -158,7 +161,12 @@ def _read_eagle3_tensors(path: str) -> dict[str, HeadTensor]:
         ModelLoadError: The file is corrupt, a tensor holds NaN or infinity, or d2t is of another type.
     """
     layer = _read_eagle3(path).layer
-    return read_head_tensors(read_gguf(path), (FREQUENCY_FACTORS,), lambda name: row_order(_EAGLE3_LAYER, name, layer))
+
+    def order(name: str) -> Tensor | None:
+        stock = stock_names(LAYER, name)
+        return row_order(_EAGLE3_LAYER.arranged, stock[0], layer) if stock else None
+
+    return read_head_tensors(read_gguf(path), (FREQUENCY_FACTORS,), order)
 
 
 def _eagle3_prefixes(config: FeatureHeadConfig) -> dict[str, str]:

@@ -14,7 +14,7 @@ from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.files import write_whole
 from outrider.lab.convert.gguf_vocabulary import WriteVocabulary, placeholders
 from outrider.loading.exclusive import exclusive_transformers
-from outrider.loading.gguf.architecture import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
+from outrider.loading.gguf.rotary import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
 
 # --- Writes a checkpoint as a GGUF file, for engines that read no other format.
 

@@ -1,156 +1,45 @@
 """The architectures of GGUF files that are known, and what llama.cpp's converter does to each.
 
-Files have llama.cpp's names of tensors and values. Where it rotates neighbours, the rows of queries and keys of each head
-are interleaved in the file, and are put back here. What an architecture would mean otherwise is refused by name, and never
-guessed.
+Files have llama.cpp's names of tensors (`names.py`) and values, and its orders of rows (`arrangement.py`), which are put
+back. What an architecture would mean otherwise is refused by name, and never guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
-from outrider.loading.gguf.header import (
-    AGAIN,
+from outrider.loading.gguf.arrangement import DELTA_BY_KEYS, DELTA_BY_TURNS, ROTATED, UNFOLDING, Arranged, Joined
+from outrider.loading.gguf.header import AGAIN, ORIGINAL, GgufFile, Values
+from outrider.loading.gguf.names import (
+    DELTA,
     FUSED,
     LAYER,
-    ORIGINAL,
     WITH_EXPERTS,
+    WITH_LATENTS,
+    WITH_NORMS_BEHIND,
     WITH_POST_NORMS,
+    WITH_ROUTED_EXPERTS,
+    WITH_SHARED_EXPERT,
     WITH_SINKS,
-    GgufFile,
-    Values,
+    LayerNames,
 )
-
-# --- The rotary positions of GGUF files, as transformers' configurations describe them.
-#
-# A scaling is known by its name. Factors of frequencies are tensors of a file: those of "longrope" become lists of the
-# configuration, and those of Llama 3.1 are divided by when the model is filled.
-
-
-#: Factors of the rotary frequencies, which belong to no module of transformers.
-FREQUENCY_FACTORS = "rope_freqs.weight"
-#: Factors for texts within the original context, and for longer ones.
-SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
-_ORIGINAL_CONTEXT, _SCALED = "rope.scaling.original_context_length", "rope.scaling.attn_factor"
-#: By how much queries grow with the logarithm of their position, as in Llama 4.
-TEMPERATURE = "attention.temperature_scale"
-#: What llama.cpp takes where a file says nothing of them.
-_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-#: Values of YaRN that no converter of a known architecture writes, and what they are where they change nothing.
-_LOG_MULTIPLIER = "yarn_log_multiplier"
-_OF_YARN = {"yarn_ext_factor": 1.0, "yarn_attn_factor": None, _LOG_MULTIPLIER: 0.0}
-
-
-def rope_parameters(
-    values: Values, theta: float = 10_000.0, *, truncate: bool = True, weighs: bool = False
-) -> dict[str, Any]:
-    """Rotary positions by the scaling that a file names.
-
-    Args:
-        values: Of the file.
-        theta: The base, where the file says none.
-        truncate: Whether YaRN rounds the ends of its ramp to whole dimensions, as most models do.
-        weighs: Whether files of this architecture may say how much YaRN's own scale of scores is to count.
-
-    Raises:
-        ModelLoadError: A value is missing, or is not what it has to be.
-        UnsupportedModelError: The scaling is not known.
-    """
-    theta = values.number("rope.freq_base", theta)
-    kind = values.get("rope.scaling.type")
-    if kind in (None, "none"):
-        if values.get("rope.scale_linear") not in (None, 1.0):
-            raise values.refuse(f"{values.architecture}.rope.scale_linear")
-        return {"rope_type": "default", "rope_theta": theta}
-    if kind == "linear":
-        return {"rope_type": "linear", "rope_theta": theta, "factor": values.number("rope.scaling.factor")}
-    if kind == "yarn":
-        return _yarn(values, theta, truncate=truncate, weighs=weighs)
-    raise values.refuse(f"rotary positions that are scaled by {kind}")
-
-
-def partial_rotary(values: Values, head_dim: int) -> float:
-    """The part of a head that is rotated."""
-    rotated = values.count("rope.dimension_count", head_dim)
-    if rotated > head_dim or rotated % 2:
-        raise values.refuse(f"rotary positions of {rotated} of {head_dim} dimensions")
-    return rotated / head_dim
-
-
-def long_rope(values: Values, head_dim: int) -> dict[str, Any]:
-    """Rotary positions of Phi-3: with factors for short texts and for long ones where the file has these.
-
-    Raises:
-        ModelLoadError: Factors are missing, or are none of these frequencies.
-    """
-    part = {"partial_rotary_factor": partial_rotary(values, head_dim)}
-    theta = values.number("rope.freq_base", 10_000.0)
-    found = [values.has(name) for name in (SHORT_FACTORS, LONG_FACTORS)]
-    if not any(found):
-        kind, scaled = values.get("rope.scaling.type"), values.get(_SCALED)
-        if kind not in (None, "none") or scaled not in (None, 1.0):
-            raise values.refuse(f"rotary positions that are scaled by {kind or scaled}, and no factors of frequencies")
-        return part | {"rope_type": "default", "rope_theta": theta}
-    original = values.count(_ORIGINAL_CONTEXT)
-    count = int(head_dim * part["partial_rotary_factor"]) // 2
-    rope = part | {
-        "rope_type": "longrope",
-        "rope_theta": theta,
-        "short_factor": _factors(values, SHORT_FACTORS, count),
-        "long_factor": _factors(values, LONG_FACTORS, count),
-        "original_max_position_embeddings": original,
-        "factor": values.count("context_length") / original,
-    }
-    return rope if values.get(_SCALED) is None else rope | {"attention_factor": values.number(_SCALED)}
-
-
-def tempered_rope(values: Values, head_dim: int) -> dict[str, Any]:
-    """Rotary positions of Ministral 3, with the number by which queries of later positions grow.
-
-    Raises:
-        UnsupportedModelError: They are of another kind.
-    """
-    rope = rope_parameters(values, weighs=True)
-    if partial_rotary(values, head_dim) != 1 or rope["rope_type"] != "yarn":
-        raise values.refuse(f"{TEMPERATURE} and other rotary positions than those of YaRN")
-    return rope | {"llama_4_scaling_beta": values.number(TEMPERATURE)}
-
-
-def _yarn(values: Values, theta: float, *, truncate: bool, weighs: bool) -> dict[str, Any]:
-    log_multiplier = values.get(f"rope.scaling.{_LOG_MULTIPLIER}")
-    for name, plain in _OF_YARN.items():
-        if values.get(f"rope.scaling.{name}") not in (None, plain) and not (weighs and name == _LOG_MULTIPLIER):
-            raise values.refuse(f"rope.scaling.{name}={values.get(f'rope.scaling.{name}')!r}")
-    betas = {name: values.number(f"rope.scaling.yarn_{name}", usual) for name, usual in _BETAS.items()}
-    if log_multiplier:  # and the scale that it is compared with is 1, as llama.cpp takes it to be
-        betas |= {"mscale": 1.0, "mscale_all_dim": values.number(f"rope.scaling.{_LOG_MULTIPLIER}")}
-    return betas | {
-        "rope_type": "yarn",
-        "rope_theta": theta,
-        "factor": values.number("rope.scaling.factor"),
-        "original_max_position_embeddings": values.count(_ORIGINAL_CONTEXT),
-        "truncate": truncate,
-    }
-
-
-def _factors(values: Values, name: str, count: int) -> list[float]:
-    tensor = values.file.tensors.get(name)
-    if tensor is None:
-        raise ModelLoadError(values.file.path, f"the tensor {name} is missing", AGAIN)
-    factors = tensor.floats() if tensor.shape == (count,) else torch.zeros(1)
-    if not bool((factors > 0).all() and factors.isfinite().all()):
-        raise ModelLoadError(values.file.path, f"its {name} are no factors of {count} frequencies", AGAIN)
-    found: list[float] = factors.tolist()
-    return found
-
+from outrider.loading.gguf.rotary import (
+    FREQUENCY_FACTORS,
+    LONG_FACTORS,
+    SHORT_FACTORS,
+    TEMPERATURE,
+    latent_rope,
+    long_rope,
+    partial_rope,
+    partial_rotary,
+    rope_parameters,
+    tempered_rope,
+)
 
 # --- The architectures: how the values and tensors of each become those of transformers.
 
@@ -161,19 +50,21 @@ class Architecture:
 
     Attributes:
         config: The name of its configuration in transformers.
-        interleaved: Whether the rows of queries and keys are interleaved in the file.
         adjusted: Makes the configuration's values that are not common to all, from a reader of the file.
         layer: The names of tensors of a layer.
-        offset_norms: Whether the weights of norms are kept plus 1.
+        arranged: What lies otherwise in the file.
+        joined: What has several tensors in the file.
+        offset_norms: Whether the weights of norms are kept plus 1, those of `arranged` apart.
         knows: Values that `adjusted` or `rope` take care of, and that are refused elsewhere.
         rope: Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
         factors: The tensors with factors of its rotary frequencies.
     """
 
     config: str
-    interleaved: bool = False
     adjusted: Callable[[Values], dict[str, Any]] = lambda values: {}
-    layer: dict[str, str] = field(default_factory=lambda: LAYER)
+    layer: LayerNames = field(default_factory=lambda: LAYER)
+    arranged: Arranged = field(default_factory=dict)
+    joined: Mapping[str, Joined] = field(default_factory=dict)
     offset_norms: bool = False
     knows: tuple[str, ...] = ()
     rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
@@ -254,6 +145,92 @@ def _gpt_oss(values: Values) -> dict[str, Any]:
     }
 
 
+def _delta(values: Values) -> dict[str, Any]:
+    """The layers of a gated delta rule, and which of all layers attend instead."""
+    keys, heads, inner = (values.count(f"ssm.{name}") for name in ("group_count", "time_step_rank", "inner_size"))
+    if heads % keys or inner % heads:
+        raise values.refuse(f"a gated delta rule with {heads} heads of values of {inner} numbers, and {keys} of keys")
+    every, layers = values.count("full_attention_interval", 4), values.num_layers
+    linear = values.get("attention.recurrent_layers") or [(layer + 1) % every != 0 for layer in range(layers)]
+    if not isinstance(linear, list) or len(linear) < layers:
+        raise values.refuse(f"attention.recurrent_layers={linear!r}")
+    return {
+        "linear_conv_kernel_dim": values.count("ssm.conv_kernel"),
+        "linear_key_head_dim": values.count("ssm.state_size"),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
+        "layer_types": ["linear_attention" if one else "full_attention" for one in linear[:layers]],
+    }
+
+
+def _delta_and_experts(values: Values) -> dict[str, Any]:
+    """Experts whose weights add up to 1, and one that every token has."""
+    shared = values.count("expert_shared_feed_forward_length")
+    return _delta(values) | _qwen_3_experts(values) | {"shared_expert_intermediate_size": shared}
+
+
+def _with_biases(values: Values) -> dict[str, Any]:
+    """Queries, keys and values may have biases."""
+    return {"attention_bias": values.has("blk.0.attn_q.bias")}
+
+
+#: The functions that make scores of experts, by their numbers in files.
+_SOFTMAX, _SIGMOID = 1, 2
+
+
+def _routed(values: Values, gating: int = _SIGMOID) -> dict[str, Any]:
+    """Experts that a router with a bias chooses, as in DeepSeek-V3, some layers without them, and shared ones."""
+    if values.get(_GATING) not in (None, gating):
+        raise values.refuse(f"{_GATING}={values.get(_GATING)!r}")
+    return {
+        "n_routed_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "moe_intermediate_size": values.count("expert_feed_forward_length"),
+        "n_shared_experts": values.natural("expert_shared_count"),
+        "first_k_dense_replace": values.natural("leading_dense_block_count"),
+        "routed_scaling_factor": values.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(values.get("expert_weights_norm")),
+        "n_group": values.natural("expert_group_count") or 1,
+        "topk_group": values.natural("expert_group_used_count") or 1,
+    }
+
+
+_GATING = "expert_gating_func"
+
+
+def _latent(values: Values) -> dict[str, Any]:
+    """Attention to compressed keys and values. Older files say the width of heads where newer ones say that of latents."""
+    heads, rotated = values.count("attention.head_count"), values.count("rope.dimension_count")
+    width = values.count("attention.key_length_mla", values.get("attention.key_length"))
+    if width <= rotated:
+        raise values.refuse(f"keys of {width} numbers, of which {rotated} are rotated")
+    return {
+        "num_key_value_heads": heads,
+        "head_dim": rotated,
+        "q_lora_rank": values.count("attention.q_lora_rank") if values.get("attention.q_lora_rank") else None,
+        "kv_lora_rank": values.count("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": width - rotated,
+        "v_head_dim": values.count("attention.value_length_mla", values.get("attention.value_length")),
+    }
+
+
+def _deepseek_3(values: Values) -> dict[str, Any]:
+    return _routed(values) | _latent(values)
+
+
+def _deepseek_2(values: Values) -> dict[str, Any]:
+    """Experts by softmax, whose weights are not made to add up to 1."""
+    if values.get("expert_weights_norm") or values.natural("expert_group_count") > 1:
+        raise values.refuse("weights of experts that add up to 1, or groups of them, by softmax")
+    return _routed(values, _SOFTMAX) | _latent(values)
+
+
+def _glm_4_experts(values: Values) -> dict[str, Any]:
+    return _routed(values) | _with_biases(values) | {"use_qk_norm": values.has("blk.0.attn_q_norm.weight")}
+
+
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _GEMMA: dict[str, Any] = {
     "layer": WITH_POST_NORMS,
@@ -261,11 +238,24 @@ _GEMMA: dict[str, Any] = {
     "knows": (*_CAPS, "attention.sliding_window"),
 }
 _EXPERTS = ("expert_count",)
+#: Whether keys have another width than values, since both are compressed.
+_LATENT = "attention.kv_lora_rank"
+_PREDICTED = "nextn_predict_layers"
+_ROUTED = (
+    *_EXPERTS, _PREDICTED, "expert_shared_count", "expert_group_count", "expert_weights_scale", "expert_weights_norm",
+)  # fmt: skip
+_DELTA: dict[str, Any] = {"offset_norms": True, "rope": partial_rope}
+_DELTA_EXPERTS: dict[str, Any] = {
+    "config": "Qwen3_5MoeTextConfig",
+    "adjusted": _delta_and_experts,
+    "knows": (*_EXPERTS, _PREDICTED),
+    **_DELTA,
+}
 #: The architectures by their names in files.
 ARCHITECTURES = {
-    "llama": Architecture("LlamaConfig", interleaved=True, adjusted=_llama),
+    "llama": Architecture("LlamaConfig", arranged=ROTATED, adjusted=_llama),
     "mistral3": Architecture(
-        "MistralConfig", interleaved=True, adjusted=_without_window, rope=partial(_whole_rope, weighs=True)
+        "MistralConfig", arranged=ROTATED, adjusted=_without_window, rope=partial(_whole_rope, weighs=True)
     ),
     "qwen2": Architecture("Qwen2Config"),
     "qwen3": Architecture("Qwen3Config"),
@@ -285,12 +275,48 @@ ARCHITECTURES = {
         knows=(*_EXPERTS, "attention.sliding_window"),
         rope=partial(_whole_rope, truncate=False),
     ),
+    "qwen35": Architecture(
+        "Qwen3_5TextConfig",
+        adjusted=_delta,
+        layer={**LAYER, **DELTA},
+        arranged=DELTA_BY_TURNS,
+        knows=(_PREDICTED,),
+        **_DELTA,
+    ),
+    "qwen35moe": Architecture(layer={**WITH_SHARED_EXPERT, **DELTA}, arranged=DELTA_BY_TURNS, **_DELTA_EXPERTS),
+    # It computes what Qwen3.5 does. Its folders have one projection for what files, too, have several for.
+    "qwen3next": Architecture(
+        layer={**WITH_SHARED_EXPERT, **DELTA, "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
+        arranged=DELTA_BY_KEYS,
+        **_DELTA_EXPERTS,
+    ),
+    "glm4": Architecture(
+        "Glm4Config", adjusted=_with_biases, layer=WITH_NORMS_BEHIND, rope=partial_rope, knows=(_PREDICTED,)
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeConfig",
+        adjusted=_glm_4_experts,
+        layer={**WITH_ROUTED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
+        rope=partial_rope,
+        knows=_ROUTED,
+    ),
+    "deepseek2": Architecture(
+        "DeepseekV2Config",
+        adjusted=_deepseek_2,
+        layer=WITH_LATENTS,
+        joined=UNFOLDING,
+        rope=latent_rope,
+        knows=(*_ROUTED, _LATENT),
+    ),
     "gemma2": Architecture("Gemma2Config", adjusted=_gemma_2, **_GEMMA),
     "gemma3": Architecture("Gemma3TextConfig", adjusted=_gemma_3, **_GEMMA),
 }
-#: Architectures that are other ones where a file has a certain value: by both names.
+#: Architectures that are other ones where a file has a certain value: by both names, with None for any value.
 _WHERE_IT_HAS = {
-    ("mistral3", TEMPERATURE): Architecture("Ministral3Config", interleaved=True, knows=(TEMPERATURE,), rope=tempered_rope)
+    ("deepseek2", _GATING, _SIGMOID): replace(ARCHITECTURES["deepseek2"], config="DeepseekV3Config", adjusted=_deepseek_3),
+    ("mistral3", TEMPERATURE, None): Architecture(
+        "Ministral3Config", arranged=ROTATED, knows=(TEMPERATURE,), rope=tempered_rope
+    ),
 }
 #: Values that would change what a model computes, and what they are where they change nothing.
 _SPECIAL = {
@@ -311,7 +337,7 @@ _SPECIAL = {
     "final_logit_softcapping": 0.0,
     "use_parallel_residual": False,
     "attention.causal": True,
-    "nextn_predict_layers": 0,
+    _PREDICTED: 0,
 }
 
 
@@ -327,7 +353,11 @@ def architecture_of(file: GgufFile) -> Architecture:
     if name not in ARCHITECTURES:
         problem = f"its architecture is {name}, and {', '.join(ARCHITECTURES)} are known of GGUF files"
         raise UnsupportedModelError(file.path, problem, ORIGINAL)
-    others = (known for (one, value), known in _WHERE_IT_HAS.items() if one == name and values.get(value))
+    others = (
+        known
+        for (one, key, wanted), known in _WHERE_IT_HAS.items()
+        if one == name and values.get(key) and wanted in (None, values.get(key))
+    )
     return next(others, ARCHITECTURES[name])
 
 
@@ -366,17 +396,17 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
         if name not in known.knows and values.get(name) not in (None, plain):
             raise values.refuse(f"{values.architecture}.{name}={values.get(name)!r}")
     heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
-    layers = values.count("block_count")
+    layers = values.num_layers
     if layers > len(values.file.tensors):
         problem = f"it says {layers:,} layers, and holds {len(values.file.tensors)} tensors"
         raise ModelLoadError(values.file.path, problem, AGAIN)
     check_file_limit(values.file.path, "layers", layers)
     head_dim = values.count("attention.key_length", hidden // heads)
-    if values.count("attention.value_length", head_dim) != head_dim:
+    if _LATENT not in known.knows and values.count("attention.value_length", head_dim) != head_dim:
         raise values.refuse("values of another width than its keys")
     return {
         "hidden_size": hidden,
-        "intermediate_size": values.count("feed_forward_length"),
+        "intermediate_size": values.count("feed_forward_length", values.get("expert_feed_forward_length")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": values.count("attention.head_count_kv", heads),
@@ -392,12 +422,3 @@ def _vocab_size(file: GgufFile) -> int:
     if table is None:
         raise ModelLoadError(file.path, "the tensor token_embd.weight is missing", AGAIN)
     return table.shape[0]
-
-
-def row_order(known: Architecture, name: str, config: Any) -> Tensor | None:
-    """The rows of a tensor of the file in the order of transformers. None where they are in it."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name.split(".")[-2])
-    if heads is None or not known.interleaved:
-        return None
-    rows = torch.arange(heads * config.head_dim)
-    return rows.reshape(heads, -1, 2).transpose(1, 2).flatten()

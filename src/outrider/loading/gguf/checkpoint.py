@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +15,27 @@ from outrider.kernels.formats import StoredWeight
 from outrider.kernels.weights import ExpertStack, keep_quantised
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import check_wanted
-from outrider.loading.gguf.architecture import FREQUENCY_FACTORS, architecture_of, row_order
+from outrider.loading.gguf.architecture import architecture_of
+from outrider.loading.gguf.arrangement import Joined, arrangement_of, column_order, layer_name, row_order
 from outrider.loading.gguf.header import (
     AGAIN,
     ORIGINAL,
     FileProgress,
     GgufFile,
     GgufTensor,
+    Values,
     is_packed,
     mixes_rows,
-    stock_name,
     stored_tensor,
     takes_rounded_rows,
 )
+from outrider.loading.gguf.names import layer_part, stock_names
+from outrider.loading.gguf.rotary import FREQUENCY_FACTORS
 from outrider.loading.quantised_checkpoint import joined_parts, num_parts, part_shape
+
+logger = logging.getLogger(__name__)
+#: What may have more bits than the rest of a model: norms, biases of routers, and what rates and steps are made of.
+_KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias", ".e_score_correction_bias")
 
 
 class GgufCheckpoint:
@@ -46,13 +54,25 @@ class GgufCheckpoint:
         self._file, self._config, self._narrow = file, config, narrow
         self._known = architecture_of(file)
         self._tensors: dict[str, GgufTensor] = {}
+        behind = set[int]()
         for name, tensor in file.tensors.items():
-            stock = stock_name(self._known.layer, name)
-            if stock is not None:
-                self._tensors[stock] = tensor
+            layer, _ = layer_part(name)
+            stock = stock_names(self._known.layer, name)
+            if layer is not None and layer >= config.num_hidden_layers and self._predicts:
+                behind.add(layer)
+            elif stock:
+                self._tensors |= dict.fromkeys(stock, tensor)
             elif name not in self._known.factors:
                 problem = f"it has a tensor {name}, which is not known of its architecture"
                 raise UnsupportedModelError(file.path, problem, ORIGINAL)
+        if behind:
+            logger.info("%s: %d prediction layers are left out", file.path, len(behind))
+
+    @property
+    def _predicts(self) -> bool:
+        """Whether there are layers behind those of the model."""
+        values = Values(self._file)
+        return values.num_layers < values.count("block_count")
 
     def check(self, empty: nn.Module) -> None:
         """Refuse a file whose tensors are not those of a model, before anything is read. What transformers would make for
@@ -68,12 +88,17 @@ class GgufCheckpoint:
             wanted.pop(projection.name)
             wanted.pop(f"{projection.name}_bias", None)
             wanted |= projection.shapes
+        for whole, (_, shapes) in self._joined().items():
+            wanted.pop(whole)
+            wanted |= {f"{whole}[{part}]": shape for part, shape in enumerate(shapes)}
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 problem = f"it has a tensor {tensor.name}, which its architecture does not have"
                 raise ModelLoadError(self._file.path, problem, AGAIN)
-            if tensor.shape != wanted[name]:
-                shapes = f"has shape {list(tensor.shape)}, and its metadata ask for {list(wanted[name])}"
+            rows = sum(wanted[other][0] for other in self._sharing(tensor) if other in wanted)
+            shape = (rows, *wanted[name][1:])
+            if _squeezed(tensor.shape) != _squeezed(shape):
+                shapes = f"has shape {list(tensor.shape)}, and its metadata ask for {list(shape)}"
                 raise ModelLoadError(self._file.path, f"its tensor {tensor.name} {shapes}", AGAIN)
         missing = sorted(wanted.keys() - self._tensors.keys())
         if missing:
@@ -87,7 +112,9 @@ class GgufCheckpoint:
         if mixes_rows(self._file) or any(tensor.type == "F16" for tensor in self._tensors.values()):
             return torch.float32  # in which all matrices take rows in one form
         single = {name: tensor for name, tensor in self._tensors.items() if not is_packed(tensor)}
-        exact = all(_is_bfloat16(self._floats(tensor)) for name, tensor in single.items() if not self._keeps_bits(name))
+        exact = all(
+            _is_bfloat16(self._floats(name, tensor)) for name, tensor in single.items() if not self._keeps_bits(name)
+        )
         return torch.bfloat16 if exact else torch.float32
 
     def _keeps_bits(self, name: str) -> bool:
@@ -97,7 +124,7 @@ class GgufCheckpoint:
         if len(tensor.shape) != 1:
             return False
         matrix = self._tensors.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
-        return takes_rounded_rows(matrix) if matrix is not None else name.endswith("norm.weight")
+        return takes_rounded_rows(matrix) if matrix is not None else name.endswith(_KEPT_WIDE)
 
     def state(self, empty: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
         """What transformers loads into a model: vectors and matrices of floats, and empty weights for those in blocks.
@@ -105,12 +132,14 @@ class GgufCheckpoint:
         Raises:
             UnsupportedModelError: Gates and values of experts have different types.
         """
-        state = {}
+        state, shapes = {}, {name: weight.shape for name, weight in empty.state_dict().items()}
         for name, tensor in self._single():
             if is_packed(tensor):
-                state[name] = torch.full((), float("nan"), dtype=dtype).expand(tensor.shape)
+                state[name] = torch.full((), float("nan"), dtype=dtype).expand(shapes[name])
             else:
-                state[name] = self._floats(tensor)
+                state[name] = self._floats(name, tensor).reshape(shapes[name])
+        for name, (joined, _) in self._joined().items():
+            state[name] = joined.join([self._tensors[part].floats() for part in self._parts(name)])
         for projection in projections(empty):
             state |= projection.state(self._file.path, self._tensors, dtype)
         return state
@@ -130,14 +159,16 @@ class GgufCheckpoint:
             if is_packed(tensor):
                 check_wanted()
                 module = modules[name.removesuffix(".weight")]
-                stored = self._stored(tensor, dtype)
+                stored = self._stored(name, tensor, dtype)
                 keep_quantised(module, stored)
                 if name == "model.embed_tokens.weight" and self._config.tie_word_embeddings:
                     keep_quantised(modules["lm_head"], stored)
-            elif dtype == torch.bfloat16 and self._keeps_bits(name) and not _is_bfloat16(self._floats(tensor)):
+            elif dtype == torch.bfloat16 and self._keeps_bits(name) and not _is_bfloat16(self._floats(name, tensor)):
                 path, _, kind = name.rpartition(".")
-                _keep_wide(modules[path], kind, self._floats(tensor))
+                _keep_wide(modules[path], kind, self._floats(name, tensor))
             reading.advance(tensor.data.nbytes)
+        for name in self._joined():
+            reading.advance(sum(self._tensors[part].data.nbytes for part in self._parts(name)))
         for projection in projections(model):
             check_wanted()
             projection.fill(self._file.path, self._tensors, dtype)
@@ -145,23 +176,43 @@ class GgufCheckpoint:
         hf_modules.use_stored_experts(model)
         self._scale_frequencies(model)
 
+    def _joined(self) -> dict[str, tuple[Joined, list[tuple[int, ...]]]]:
+        """The tensors of transformers that have several ones in the file, with the shapes of these."""
+        found = {name[:-3]: self._known.joined.get(layer_name(name[:-3])) for name in self._tensors if name.endswith("]")}
+        return {name: (joined, joined.shapes(self._config)) for name, joined in found.items() if joined is not None}
+
+    def _parts(self, name: str) -> list[str]:
+        """The names of the parts of a tensor that is joined."""
+        return [f"{name}[{part}]" for part in range(len(self._joined()[name][1]))]
+
     def _single(self) -> list[tuple[str, GgufTensor]]:
         """The tensors that are no parts of others, by transformers' names."""
         return [(name, tensor) for name, tensor in self._tensors.items() if not name.endswith("]")]
 
-    def _floats(self, tensor: GgufTensor) -> Tensor:
-        values, order = tensor.floats(), self._order(tensor)
-        if self._known.offset_norms and "norm" in tensor.name:
+    def _sharing(self, tensor: GgufTensor) -> list[str]:
+        """The tensors of transformers that one of the file holds."""
+        return stock_names(self._known.layer, tensor.name)
+
+    def _floats(self, name: str, tensor: GgufTensor) -> Tensor:
+        values, arranged = tensor.floats(), self._known.arranged
+        if self._known.offset_norms and "norm" in name and layer_name(name) not in arranged:
             values = values - 1
-        return values if order is None else values[order]
+        order, columns = row_order(arranged, name, self._config), column_order(arranged, name, self._config)
+        values = values if order is None else values[order]
+        values = values if columns is None else values[:, columns]
+        change = arrangement_of(arranged, name).floats
+        if change is None:
+            return values
+        values = change(values)
+        if not bool(values.isfinite().all()):
+            raise ModelLoadError(self._file.path, f"the tensor {tensor.name} holds numbers that cannot be", AGAIN)
+        return values
 
-    def _stored(self, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
+    def _stored(self, name: str, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
         only_looked_up = tensor.name == "token_embd.weight" and not self._config.tie_word_embeddings
-        narrow = self._narrow and not only_looked_up
-        return stored_tensor(self._file.path, tensor, dtype, self._order(tensor), narrow=narrow)
-
-    def _order(self, tensor: GgufTensor) -> Tensor | None:
-        return row_order(self._known, tensor.name, self._config)
+        arranged, narrow = self._known.arranged, self._narrow and not only_looked_up
+        order, columns = row_order(arranged, name, self._config), column_order(arranged, name, self._config)
+        return stored_tensor(self._file.path, tensor, dtype, order, columns, narrow=narrow)
 
     def _scale_frequencies(self, model: nn.Module) -> None:
         """Divide rotary frequencies by the factors of the file, as those of Llama 3.1 are."""
@@ -194,6 +245,11 @@ def _keep_wide(module: nn.Module, name: str, values: Tensor) -> None:
     setattr(module, name, nn.Parameter(values, requires_grad=False))
     if name == "weight":
         module.__class__ = type(f"Wide{type(module).__name__}", (_WideNorm, type(module)), {})
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without dimensions of 1, which files may leave out or have."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _is_bfloat16(values: Tensor) -> bool:

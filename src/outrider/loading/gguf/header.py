@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.kernels.formats import StoredWeight
-from outrider.kernels.gguf_blocks import GGUF_TYPES, NARROWED_TYPES
+from outrider.kernels.gguf_blocks import GGUF_TYPES, NARROWED_TYPES, in_order
 from outrider.kernels.packed import release
 from outrider.kernels.rounding import parts
 
@@ -347,6 +347,14 @@ class Values:
             raise ModelLoadError(self.file.path, f"its {key} is {found!r}, and no text", AGAIN)
         return found
 
+    @property
+    def num_layers(self) -> int:
+        """The layers of the model, without those behind them that predict several tokens."""
+        layers, behind = self.count("block_count"), self.get("nextn_predict_layers") or 0
+        if not isinstance(behind, int) or not 0 <= behind < layers:
+            raise self._wrong("nextn_predict_layers", behind, f"no number of some of its {layers} layers")
+        return layers - behind
+
     def count(self, name: str, default: int | None = None) -> int:
         """A whole number from 1 on."""
         found = self._get(name, default)
@@ -354,12 +362,17 @@ class Values:
             raise self._wrong(name, found, "no whole number from 1 on")
         return found
 
+    def natural(self, name: str) -> int:
+        """A whole number from 0 on; 0 where the file says none."""
+        return self.count(name) if self.get(name) else 0
+
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number."""
+        """A positive number: the shortest one that has the file's bits. A file has 32 bits of what a configuration says."""
         found = self._get(name, default)
         if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < float("inf"):
             raise self._wrong(name, found, "no positive number")
-        return float(found)
+        narrow = np.float32(found)
+        return float(str(narrow)) if narrow == found else float(found)
 
     def get(self, name: str) -> Any:
         """A value of the architecture, or None."""
@@ -378,77 +391,6 @@ class Values:
 
     def _wrong(self, name: str, found: object, why: str) -> ModelLoadError:
         return ModelLoadError(self.file.path, f"its {self.architecture}.{name} is {found!r}, and {why}", AGAIN)
-
-
-# --- The names of tensors in GGUF files, and those of transformers for them.
-
-
-#: The names of tensors of a layer, as llama.cpp and as transformers have them.
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-#: What is called otherwise where norms stand behind the parts of a layer, too.
-WITH_POST_NORMS = {
-    **LAYER,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-#: What is called otherwise where some projections are one.
-FUSED = {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-#: The projections of all experts of a layer, as parts of the tensors that transformers has (`experts.py`).
-EXPERTS = {
-    "ffn_gate_exps": "mlp.experts.gate_up_proj[0]",
-    "ffn_up_exps": "mlp.experts.gate_up_proj[1]",
-    "ffn_down_exps": "mlp.experts.down_proj[0]",
-}
-#: With a router and experts in place of an ordinary feed-forward.
-WITH_EXPERTS = {
-    **{name: stock for name, stock in LAYER.items() if not stock.startswith("mlp.")},
-    **EXPERTS,
-    "ffn_gate_inp": "mlp.gate",
-}
-#: Of gpt-oss, whose layers all have experts, and attention sinks.
-WITH_SINKS = {
-    **{name: LAYER[name] for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")},
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.router",
-    "attn_sinks": "self_attn.sinks",
-    **EXPERTS,
-}
-_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-#: What transformers has as a parameter of another module, without ".weight".
-_BARE = ("self_attn.sinks", *EXPERTS.values())
-
-
-def stock_name(layer: dict[str, str], name: str) -> str | None:
-    """transformers' name for a tensor of a file. None where it has none.
-
-    Args:
-        layer: The names of tensors of a layer.
-        name: llama.cpp's.
-    """
-    place, _, kind = name.rpartition(".")
-    if place in _MODEL:
-        return f"{_MODEL[place]}.{kind}"
-    blk, _, rest = place.partition(".")
-    number, _, part = rest.partition(".")
-    if blk != "blk" or not number.isdecimal() or part not in layer:
-        return None
-    stock = f"model.layers.{int(number)}.{layer[part]}"
-    if layer[part] not in _BARE:
-        return f"{stock}.{kind}"
-    return stock if kind == "weight" else stock.replace("[", f"_{kind}[")
 
 
 # --- Tensors of GGUF files as weights that stay in their blocks.
@@ -473,7 +415,13 @@ def may_be_narrowed(file: GgufFile) -> bool:
 
 
 #: Matrices that the kernels multiply the same rows with, in one form.
-_TOGETHER = (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps"))
+_TOGETHER = (
+    ("attn_q", "attn_k", "attn_v"),
+    ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_ba"),
+    ("ffn_gate", "ffn_up"),
+    ("ffn_gate_exps", "ffn_up_exps"),
+    ("ffn_gate_shexp", "ffn_up_shexp"),
+)
 
 
 def mixes_rows(file: GgufFile) -> bool:
@@ -490,18 +438,31 @@ def takes_rounded_rows(tensor: GgufTensor) -> bool:
 
 
 def stored_tensor(
-    path: str, tensor: GgufTensor, dtype: torch.dtype, order: Tensor | None = None, *, narrow: bool = False
+    path: str,
+    tensor: GgufTensor,
+    dtype: torch.dtype,
+    order: Tensor | None = None,
+    columns: Tensor | None = None,
+    *,
+    narrow: bool = False,
 ) -> StoredWeight:
     """The weights of a tensor for which `is_packed` holds, which stand for `dtype`: [out_features, in_features], or with
-    [num_experts] before it. `order` are the rows of the file in the order that is wanted. With `narrow`, blocks of Q5_0 and
-    Q8_0 are rounded to Q4_0.
+    [num_experts] before it. `order` and `columns` are the rows and the columns of the file in the order that is wanted.
+    Blocks hold columns of their file, and so keep their order, which products then follow. With `narrow`, blocks of Q5_0
+    and Q8_0 are rounded to Q4_0.
 
     Raises:
         ModelLoadError: Numbers are not finite.
     """
     rows = tensor.rows()
     known = (NARROWED_TYPES if narrow else GGUF_TYPES).get(tensor.type, GGUF_TYPES[tensor.type])
-    stored = known.stored(rows if order is None else rows[order], dtype)
+    wanted = rows if order is None else rows[order]
+    if columns is None:
+        stored = known.stored(wanted, dtype)
+    elif known.format.code_bits == 16:
+        stored = known.stored(wanted.view(torch.int16)[:, columns].view(torch.uint8), dtype)
+    else:
+        stored = in_order(known.stored(wanted, dtype), torch.argsort(columns))
     release(rows)
     halves = torch.bfloat16 if tensor.type == "BF16" else torch.float16
     numbers = stored.data.view(halves) if stored.scale is None else stored.scale  # no copy in float32

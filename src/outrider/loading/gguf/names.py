@@ -1,0 +1,139 @@
+"""The names of tensors in GGUF files, and those of transformers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+#: The names of tensors of a layer, as llama.cpp and as transformers have them.
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+#: What is called otherwise where norms stand behind the parts of a layer, too.
+WITH_POST_NORMS = {
+    **LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+#: What is called otherwise where some projections are one.
+FUSED = {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+#: The projections of all experts of a layer, as parts of the tensors that transformers has (`experts.py`).
+EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.gate_up_proj[0]",
+    "ffn_up_exps": "mlp.experts.gate_up_proj[1]",
+    "ffn_down_exps": "mlp.experts.down_proj[0]",
+}
+#: With a router and experts in place of an ordinary feed-forward.
+WITH_EXPERTS = {
+    **{name: stock for name, stock in LAYER.items() if not stock.startswith("mlp.")},
+    **EXPERTS,
+    "ffn_gate_inp": "mlp.gate",
+}
+#: Of gpt-oss, whose layers all have experts, and attention sinks.
+WITH_SINKS = {
+    **{name: LAYER[name] for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")},
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.router",
+    "attn_sinks": "self_attn.sinks",
+    **EXPERTS,
+}
+#: An expert beside them that every token has.
+WITH_SHARED_EXPERT = {
+    **WITH_EXPERTS,
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+#: Of a gated delta rule in place of attention, and the norm behind either.
+DELTA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
+#: Of GLM-4, whose norms behind attention and feed-forward have names of their own.
+WITH_NORMS_BEHIND = {
+    **LAYER,
+    "ffn_up": "mlp.gate_up_proj",
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
+#: Experts of the form of DeepSeek: behind some layers without any, with a bias of the router and shared ones.
+WITH_ROUTED_EXPERTS = {
+    **LAYER,
+    **EXPERTS,
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+}
+#: Of attention to what was compressed. What unfolds keys and values is one tensor in older files, and two in newer ones.
+WITH_LATENTS = {
+    **WITH_ROUTED_EXPERTS,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b.weight": "self_attn.kv_b_proj.weight[0]",
+    "attn_v_b.weight": "self_attn.kv_b_proj.weight[1]",
+}
+_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+#: What transformers has as a parameter of another module, without ".weight".
+_BARE = ("self_attn.sinks", *EXPERTS.values())
+#: The names of tensors of a layer, as llama.cpp and as transformers have them. A tensor of a file may be several ones of
+#: transformers. A name with its ending stands for one of transformers with its own.
+LayerNames = Mapping[str, str | tuple[str, ...]]
+
+
+def stock_names(layer: LayerNames, name: str) -> list[str]:
+    """transformers' names for what a tensor of a file holds; none where it is not known.
+
+    Args:
+        layer: The names of tensors of a layer.
+        name: llama.cpp's.
+    """
+    place, _, kind = name.rpartition(".")
+    if place in _MODEL:
+        return [f"{_MODEL[place]}.{kind}"]
+    number, part = layer_part(name)
+    if number is None:
+        return []
+    if part in layer:
+        return [f"model.layers.{number}.{stock}" for stock in _each(layer[part])]
+    part = part.rpartition(".")[0]
+    return [_with_kind(f"model.layers.{number}.", stock, kind) for stock in _each(layer.get(part, ()))]
+
+
+def layer_part(name: str) -> tuple[int | None, str]:
+    """The number of the layer that a tensor of a file belongs to, and its name there; None where it is of no layer."""
+    blk, _, rest = name.partition(".")
+    number, _, part = rest.partition(".")
+    return (int(number), part) if blk == "blk" and number.isdecimal() else (None, name)
+
+
+def _each(stock: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (stock,) if isinstance(stock, str) else stock
+
+
+def _with_kind(prefix: str, stock: str, kind: str) -> str:
+    if stock not in _BARE:
+        return f"{prefix}{stock}.{kind}"
+    return prefix + (stock if kind == "weight" else stock.replace("[", f"_{kind}["))

@@ -1,0 +1,127 @@
+"""Families whose files llama.cpp writes in its own order: the folder's bits, the blocks' texts, and layers left out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider import LLM, SamplingParams
+from outrider.errors import OutriderError
+from outrider.loading.gguf.header import read_gguf
+from tests.model import checkpoints
+from tests.model.core import core
+from tests.model.gguf_families import SHAPES, WRITTEN, save
+from tests.model.gguf_files import Written
+
+pytest.importorskip("gguf")
+PROMPT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(20)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=4)
+FEW = ("qwen3_5_text", "qwen3_next")
+families = pytest.mark.parametrize("family", core(SHAPES, FEW, "src/outrider/loading/", "tests/model/gguf_"))
+
+
+def folder(family: str, path: Path, **changes: Any) -> str:
+    shape = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    return save(family, path, **(shape | SHAPES[family] | changes))
+
+
+def told(model: str, **settings: Any) -> list[dict[int, float]]:
+    """Logarithms of probabilities, token by token."""
+    found = LLM(model, speculation="none", **settings).generate([PROMPT], GREEDY)[0]
+    assert found.logprobs is not None
+    return [{token: entry.logprob for token, entry in each.items()} for each in found.logprobs]
+
+
+def kinds(turn: int, name: str) -> str:
+    """Few of the types of which blocks are drawn, since a text of drawn numbers alone says little."""
+    if name.endswith(("ssm_out.weight", "down_exps.weight")):
+        return "Q4_K"
+    return "Q8_0" if "ssm_" in name or "_exps" in name else ("Q8_0", "Q5_0", "Q4_0")[turn % 3]
+
+
+@families
+def test_a_file_of_floats_has_the_bits_of_its_folder(tmp_path: Path, family: str) -> None:
+    source = folder(family, tmp_path / "source")
+    file = Written(source, tmp_path / "m.gguf", ("F32",))
+    assert told(str(file.path)) == told(source, dtype="float32")
+
+
+@families
+def test_a_file_of_bfloat16_has_the_numbers_of_its_folder(tmp_path: Path, family: str) -> None:
+    """In float64, in which the kernels compute both in one way."""
+    source = folder(family, tmp_path / "source")
+    rounded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    rounded.save_pretrained(source)
+    file = Written(source, tmp_path / "m.gguf", ("BF16",))
+    assert told(str(file.path), dtype="float64") == told(source, dtype="float64")
+
+
+@families
+def test_blocks_have_the_logits_of_what_they_stand_for(tmp_path: Path, family: str) -> None:
+    file = Written(folder(family, tmp_path / "source"), tmp_path / "m.gguf", kinds)
+    plain = file.plain(tmp_path / "plain")
+    for ours, want in zip(told(str(file.path), dtype="float64"), told(plain, dtype="float64"), strict=True):
+        assert ours == pytest.approx(want, abs=1e-5)  # rates have been computed and undone
+    rows = LLM(str(file.path))
+    texts = [rows.generate([PROMPT], GREEDY, speculation=how)[0].token_ids for how in ("none", "suffix")]
+    assert texts[0] == texts[1]
+    stock = file.model.config.model_type
+    assert (rows.engine.runner.backend.name == "fused") is (stock in checkpoints.DESCRIBED_TYPES)
+
+
+def test_prediction_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file counts them among its blocks."""
+    source = folder("qwen3_5_text", tmp_path / "source")
+    plain = Written(source, tmp_path / "plain.gguf", ("F32",))
+    behind = {"blk.4.nextn.eh_proj.weight": (256, 512), "blk.4.attn_norm.weight": (256,)}
+    counts = {"nextn_predict_layers": 1, "block_count": 5}
+    file = Written(source, tmp_path / "m.gguf", ("F32",), more=behind, **counts)
+    assert "blk.4.nextn.eh_proj.weight" in read_gguf(str(file.path)).tensors
+    with caplog.at_level(logging.INFO, "outrider"):
+        assert told(str(file.path)) == told(str(plain.path))
+    assert "1 prediction layers are left out" in caplog.text
+
+
+def test_deepseek_may_unfold_with_one_tensor_and_compress_no_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As older files do, which say the width of heads instead, and as small models are."""
+    source = folder("deepseek_v2", tmp_path / "source", q_lora_rank=None)
+    monkeypatch.setitem(WRITTEN, "deepseek_v2", replace(WRITTEN["deepseek_v2"], parts=lambda config: {}))
+    widths = {"attention.key_length": 96, "attention.value_length": 128, "attention.head_count_kv": 4}
+    file = Written(source, tmp_path / "m.gguf", ("F32",), without=("key_length_mla", "value_length_mla"), **widths)
+    assert "blk.0.attn_kv_b.weight" in read_gguf(str(file.path)).tensors
+    assert told(str(file.path)) == told(source, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "problem"),
+    [
+        ({"ssm.group_count": 5}, "12 heads of values of 768 numbers, and 5 of keys"),
+        ({"ssm.inner_size": 500}, "12 heads of values of 500 numbers"),
+        ({"ssm.group_count": 6}, "its metadata ask for"),
+        ({"nextn_predict_layers": 4}, "no number of some of its 4 layers"),
+        ({"full_attention_interval": 2}, "which its architecture does not have"),
+        ({"expert_count": 4}, "qwen35.expert_count=4"),
+    ],
+    ids=str,
+)
+def test_values_that_contradict_the_tensors_are_refused(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
+    source = folder("qwen3_5_text", tmp_path / "source")
+    with pytest.raises(OutriderError, match=problem):
+        LLM(str(Written(source, tmp_path / "m.gguf", ("F32",), **metadata).path))
+
+
+def test_rates_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    source = folder("qwen3_5_text", tmp_path / "source")
+    stock: Any = AutoModelForCausalLM.from_pretrained(source)
+    stock.model.layers[0].linear_attn.A_log.data.fill_(-200.0)  # a rate of 0
+    stock.save_pretrained(source)
+    with pytest.raises(OutriderError, match=r"blk\.0\.ssm_a holds numbers that cannot be"):
+        LLM(str(Written(source, tmp_path / "m.gguf", ("F32",)).path))
