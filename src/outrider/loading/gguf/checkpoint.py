@@ -98,8 +98,8 @@ class GgufCheckpoint:
             rows = sum(wanted[other][0] for other in self._sharing(tensor) if other in wanted)
             shape = (rows, *wanted[name][1:])
             if _squeezed(tensor.shape) != _squeezed(shape):
-                shapes = f"has shape {list(tensor.shape)}, and its metadata ask for {list(shape)}"
-                raise ModelLoadError(self._file.path, f"its tensor {tensor.name} {shapes}", AGAIN)
+                problem = f"its tensor {tensor.name} has shape {list(tensor.shape)}, and its metadata ask for {list(shape)}"
+                raise ModelLoadError(self._file.path, problem, AGAIN)
         missing = sorted(wanted.keys() - self._tensors.keys())
         if missing:
             problem = f"{len(missing)} tensors are missing, that for {missing[0]} first"
