@@ -9,6 +9,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests import tiers
 from tests.chance import begin_chance
@@ -23,6 +24,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Tests start hundreds of processes. None of them compiles again what Python has compiled, as some machines ask for.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# No test asserts a time, not even that of one example.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -61,6 +61,7 @@ def kernels_running() -> None:
         patch.setattr(memory, "STATE_SPACING", 8)
         path = test_running_states.saved("qwen3_next", Path(tempfile.mkdtemp()))
         llm = test_running_states.load(path, draft_model=path, kv_cache_tokens=80, state_cache_mib=1)
+    assert llm.engine.runner.backend.name == "fused", "the probe of the load has refused them"
     test_kept_states.test_texts_that_are_read_together_leave_states_of_their_own(llm)
     audit, errors = test_running_states.audited(llm, 3)
     assert not errors
