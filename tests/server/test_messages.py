@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 
 from outrider import LLM, SamplingParams
@@ -256,7 +258,9 @@ def test_keys_are_taken_in_both_headers(server: Server, headers: Any, status: in
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         response = server.post(path, body, headers=headers)
         assert response.status_code == status, response.text
-        assert response.json().get("error", {}).get("type") == kind
+        if kind is not None:
+            assert response.json()["type"] == "error"
+            assert response.json()["error"]["type"] == kind
     body = {"prompt": "x", "max_tokens": 1}
     assert server.post("/v1/completions", body, headers=headers).status_code == status
 
@@ -341,6 +345,23 @@ def test_a_fault_behind_the_beginning_of_a_stream_is_an_event(client: anthropic.
     assert (name, last["type"], last["error"]["details"]) == ("error", "error", {"error_code": "no_token_left"})
     with pytest.raises(anthropic.APIStatusError, match="forbid every token"):
         list(client.messages.create(model=NAME, messages=USER, stream=True, max_tokens=4, extra_body=fields))
+
+
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_leaves_frees_its_memory(server: Server, streamed: bool) -> None:
+    async def ask() -> None:
+        async with httpx.AsyncClient() as client:
+            body = {"messages": USER, "stream": streamed, "max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+            task = asyncio.create_task(client.post(f"{server.url}/v1/messages", json=body, headers=KEY, timeout=60))
+            await asyncio.to_thread(server.busy)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    before = server.metric("vllm:generation_tokens_total")
+    asyncio.run(ask())
+    assert server.rests()
+    assert server.metric("vllm:generation_tokens_total") - before < 1500
+    server.logged(status=499)
 
 
 def test_requests_are_counted_and_rest_behind(server: Server) -> None:

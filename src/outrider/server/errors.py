@@ -147,7 +147,8 @@ class PlainFormatter(logging.Formatter):
         line = f"{clock} {level}{record.getMessage()}" + "".join(f" {name}={_shown(fact)}" for name, fact in facts.items())
         if record.getMessage() == "listening":
             line += f"\n\n  Open {facts['url']}/ to try it, and {facts['url']}/learn to see why it works.\n"
-            line += f"  Programs that speak to OpenAI's API use {facts['url']}/v1. Ctrl-C ends the server.\n"
+            line += f"  Programs that speak to OpenAI's API use {facts['url']}/v1, and to Anthropic's {facts['url']}.\n"
+            line += "  Ctrl-C ends the server.\n"
         if record.exc_info and record.exc_info[0] is not None:
             line += "\n" + "".join(traceback.format_exception(*record.exc_info))
         return line
