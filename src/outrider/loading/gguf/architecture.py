@@ -13,21 +13,10 @@ from typing import Any
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
+from outrider.loading.gguf import names
 from outrider.loading.gguf.arrangement import DELTA_BY_KEYS, DELTA_BY_TURNS, ROTATED, UNFOLDING, Arranged, Joined
 from outrider.loading.gguf.header import AGAIN, ORIGINAL, GgufFile, Values
-from outrider.loading.gguf.names import (
-    DELTA,
-    FUSED,
-    LAYER,
-    WITH_EXPERTS,
-    WITH_LATENTS,
-    WITH_NORMS_BEHIND,
-    WITH_POST_NORMS,
-    WITH_ROUTED_EXPERTS,
-    WITH_SHARED_EXPERT,
-    WITH_SINKS,
-    LayerNames,
-)
+from outrider.loading.gguf.names import LAYER, LayerNames
 from outrider.loading.gguf.rotary import (
     FREQUENCY_FACTORS,
     LONG_FACTORS,
@@ -57,6 +46,7 @@ class Architecture:
         offset_norms: Whether the weights of norms are kept plus 1, those of `arranged` apart.
         knows: Values that `adjusted` or `rope` take care of, and that are refused elsewhere.
         rope: Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
+        epsilon: What the number that keeps norms finite is called in transformers, and in files.
         factors: The tensors with factors of its rotary frequencies.
     """
 
@@ -68,6 +58,7 @@ class Architecture:
     offset_norms: bool = False
     knows: tuple[str, ...] = ()
     rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
+    epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     factors: tuple[str, ...] = (FREQUENCY_FACTORS,)
 
 
@@ -196,7 +187,7 @@ def _routed(values: Values, gating: int = _SIGMOID) -> dict[str, Any]:
     }
 
 
-_GATING = "expert_gating_func"
+_GATING, _KEY_HEADS = "expert_gating_func", "attention.head_count_kv"
 
 
 def _latent(values: Values) -> dict[str, Any]:
@@ -227,13 +218,71 @@ def _deepseek_2(values: Values) -> dict[str, Any]:
     return _routed(values, _SOFTMAX) | _latent(values)
 
 
+def _granite(values: Values) -> dict[str, Any]:
+    """Numbers that Granite multiplies with, or divides by."""
+    width = values.count("embedding_length") // values.count("attention.head_count")
+    return _with_biases(values) | {
+        "attention_multiplier": values.number("attention.scale", width**-0.5),
+        "embedding_multiplier": values.number("embedding_scale", 1.0),
+        "residual_multiplier": values.number("residual_scale", 1.0),
+        "logits_scaling": values.number("logit_scale", 1.0),
+    }
+
+
+def _granite_experts(values: Values) -> dict[str, Any]:
+    counts = {"num_local_experts": values.count("expert_count"), "num_experts_per_tok": values.count("expert_used_count")}
+    return _granite(values) | counts
+
+
+def _cohere_2(values: Values) -> dict[str, Any]:
+    """Every fourth layer sees all tokens, and rotates nothing."""
+    layers = range(1, values.num_layers + 1)
+    return _with_biases(values) | {
+        "logit_scale": values.number("logit_scale"),
+        "sliding_window": values.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if layer % 4 else "full_attention" for layer in layers],
+    }
+
+
+def _stablelm(values: Values) -> dict[str, Any]:
+    """Where a layer has one norm, its feed-forward stands beside attention."""
+    return {
+        "use_qkv_bias": values.has("blk.0.attn_q.bias"),
+        "use_parallel_residual": not values.has("blk.0.ffn_norm.weight"),
+        "qk_layernorm": values.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _convolutions(values: Values) -> dict[str, Any]:
+    """Layers without keys are short convolutions."""
+    return {
+        "conv_L_cache": values.count("shortconv.l_cache"),
+        "layer_types": ["full_attention" if heads else "conv" for heads in values.each_layer(_KEY_HEADS)],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _convolutions_and_experts(values: Values) -> dict[str, Any]:
+    if values.get(_GATING) not in (None, _SIGMOID):
+        raise values.refuse(f"{_GATING}={values.get(_GATING)!r}")
+    dense = values.natural("leading_dense_block_count")
+    return _convolutions(values) | {
+        "num_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "moe_intermediate_size": values.count("expert_feed_forward_length"),
+        "num_dense_layers": dense,
+        "use_expert_bias": values.has(f"blk.{dense}.exp_probs_b.bias"),
+        "norm_topk_prob": True,
+    }
+
+
 def _glm_4_experts(values: Values) -> dict[str, Any]:
     return _routed(values) | _with_biases(values) | {"use_qk_norm": values.has("blk.0.attn_q_norm.weight")}
 
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _GEMMA: dict[str, Any] = {
-    "layer": WITH_POST_NORMS,
+    "layer": names.WITH_POST_NORMS,
     "offset_norms": True,
     "knows": (*_CAPS, "attention.sliding_window"),
 }
@@ -241,6 +290,8 @@ _EXPERTS = ("expert_count",)
 #: Whether keys have another width than values, since both are compressed.
 _LATENT = "attention.kv_lora_rank"
 _PREDICTED = "nextn_predict_layers"
+_MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+_LAYER_NORM, _NORM = ("layer_norm_eps", "attention.layer_norm_epsilon"), ("norm_eps", "attention.layer_norm_rms_epsilon")
 _ROUTED = (
     *_EXPERTS, _PREDICTED, "expert_shared_count", "expert_group_count", "expert_weights_scale", "expert_weights_norm",
 )  # fmt: skip
@@ -259,11 +310,11 @@ ARCHITECTURES = {
     ),
     "qwen2": Architecture("Qwen2Config"),
     "qwen3": Architecture("Qwen3Config"),
-    "qwen3moe": Architecture("Qwen3MoeConfig", adjusted=_qwen_3_experts, layer=WITH_EXPERTS, knows=_EXPERTS),
+    "qwen3moe": Architecture("Qwen3MoeConfig", adjusted=_qwen_3_experts, layer=names.WITH_EXPERTS, knows=_EXPERTS),
     "phi3": Architecture(
         "Phi3Config",
         adjusted=_phi_3,
-        layer=FUSED,
+        layer=names.FUSED,
         knows=("attention.sliding_window", "rope.scaling.attn_factor"),
         rope=long_rope,
         factors=(SHORT_FACTORS, LONG_FACTORS),
@@ -271,43 +322,66 @@ ARCHITECTURES = {
     "gpt-oss": Architecture(
         "GptOssConfig",
         adjusted=_gpt_oss,
-        layer=WITH_SINKS,
+        layer=names.WITH_SINKS,
         knows=(*_EXPERTS, "attention.sliding_window"),
         rope=partial(_whole_rope, truncate=False),
     ),
     "qwen35": Architecture(
         "Qwen3_5TextConfig",
         adjusted=_delta,
-        layer={**LAYER, **DELTA},
+        layer={**LAYER, **names.DELTA},
         arranged=DELTA_BY_TURNS,
         knows=(_PREDICTED,),
         **_DELTA,
     ),
-    "qwen35moe": Architecture(layer={**WITH_SHARED_EXPERT, **DELTA}, arranged=DELTA_BY_TURNS, **_DELTA_EXPERTS),
+    "qwen35moe": Architecture(layer={**names.WITH_SHARED_EXPERT, **names.DELTA}, arranged=DELTA_BY_TURNS, **_DELTA_EXPERTS),
     # It computes what Qwen3.5 does. Its folders have one projection for what files, too, have several for.
     "qwen3next": Architecture(
-        layer={**WITH_SHARED_EXPERT, **DELTA, "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
+        layer={**names.WITH_SHARED_EXPERT, **names.DELTA, "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
         arranged=DELTA_BY_KEYS,
         **_DELTA_EXPERTS,
     ),
     "glm4": Architecture(
-        "Glm4Config", adjusted=_with_biases, layer=WITH_NORMS_BEHIND, rope=partial_rope, knows=(_PREDICTED,)
+        "Glm4Config", adjusted=_with_biases, layer=names.WITH_NORMS_BEHIND, rope=partial_rope, knows=(_PREDICTED,)
     ),
     "glm4moe": Architecture(
         "Glm4MoeConfig",
         adjusted=_glm_4_experts,
-        layer={**WITH_ROUTED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
+        layer={**names.WITH_ROUTED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
         rope=partial_rope,
         knows=_ROUTED,
     ),
     "deepseek2": Architecture(
         "DeepseekV2Config",
         adjusted=_deepseek_2,
-        layer=WITH_LATENTS,
+        layer=names.WITH_LATENTS,
         joined=UNFOLDING,
         rope=latent_rope,
         knows=(*_ROUTED, _LATENT),
     ),
+    "olmo2": Architecture("Olmo2Config", layer=names.WITH_POST_NORMS_ALONE),
+    "smollm3": Architecture("SmolLM3Config", arranged=ROTATED, adjusted=_llama),
+    "granite": Architecture("GraniteConfig", arranged=ROTATED, adjusted=_granite, knows=_MULTIPLIERS),
+    "granitemoe": Architecture(
+        "GraniteMoeConfig",
+        arranged=ROTATED,
+        adjusted=_granite_experts,
+        layer=names.WITH_SPARSE_EXPERTS,
+        knows=(*_MULTIPLIERS, *_EXPERTS),
+    ),
+    "cohere2": Architecture(
+        "Cohere2Config", adjusted=_cohere_2, knows=("logit_scale", "attention.sliding_window"), epsilon=_LAYER_NORM
+    ),
+    "starcoder2": Architecture("Starcoder2Config", layer=names.WITHOUT_GATES, epsilon=("norm_epsilon", _LAYER_NORM[1])),
+    "phi2": Architecture("PhiConfig", layer=names.PHI_2, rope=partial_rope, epsilon=_LAYER_NORM),
+    "stablelm": Architecture(
+        "StableLmConfig", adjusted=_stablelm, rope=partial_rope, knows=("use_parallel_residual",), epsilon=_LAYER_NORM
+    ),
+    "lfm2": Architecture("Lfm2Config", adjusted=_convolutions, layer=names.CONVOLUTIONS, epsilon=_NORM),
+    "lfm2moe": Architecture(
+        "Lfm2MoeConfig", adjusted=_convolutions_and_experts, layer=names.CONVOLUTIONS, knows=_EXPERTS, epsilon=_NORM
+    ),
+    "gemma": Architecture("GemmaConfig", offset_norms=True),
     "gemma2": Architecture("Gemma2Config", adjusted=_gemma_2, **_GEMMA),
     "gemma3": Architecture("Gemma3TextConfig", adjusted=_gemma_3, **_GEMMA),
 }
@@ -409,10 +483,10 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
         "intermediate_size": values.count("feed_forward_length", values.get("expert_feed_forward_length")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": values.count("attention.head_count_kv", heads),
+        "num_key_value_heads": max(values.each_layer(_KEY_HEADS)) or heads if values.get(_KEY_HEADS) else heads,
         "head_dim": head_dim,
         "max_position_embeddings": values.count("context_length"),
-        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        known.epsilon[0]: values.number(known.epsilon[1]),
         "rope_parameters": known.rope(values, head_dim),
     }
 

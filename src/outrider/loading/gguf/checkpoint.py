@@ -35,7 +35,7 @@ from outrider.loading.quantised_checkpoint import joined_parts, num_parts, part_
 
 logger = logging.getLogger(__name__)
 #: What may have more bits than the rest of a model: norms, biases of routers, and what rates and steps are made of.
-_KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias", ".e_score_correction_bias")
+_KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias", ".e_score_correction_bias", ".expert_bias")
 
 
 class GgufCheckpoint:
@@ -88,9 +88,9 @@ class GgufCheckpoint:
             wanted.pop(projection.name)
             wanted.pop(f"{projection.name}_bias", None)
             wanted |= projection.shapes
-        for whole, (_, shapes) in self._joined().items():
+        for whole, (_, parts) in self._joined().items():
             wanted.pop(whole)
-            wanted |= {f"{whole}[{part}]": shape for part, shape in enumerate(shapes)}
+            wanted |= {f"{whole}[{part}]": part_shape for part, part_shape in enumerate(parts)}
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 problem = f"it has a tensor {tensor.name}, which its architecture does not have"
@@ -123,6 +123,8 @@ class GgufCheckpoint:
         tensor = self._tensors[name]
         if len(tensor.shape) != 1:
             return False
+        if f"{name.removesuffix('.weight')}.bias" in self._tensors and name.endswith("norm.weight"):
+            return False  # PyTorch takes both of a norm in one dtype
         matrix = self._tensors.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
         return takes_rounded_rows(matrix) if matrix is not None else name.endswith(_KEPT_WIDE)
 

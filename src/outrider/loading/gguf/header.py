@@ -362,6 +362,19 @@ class Values:
             raise self._wrong(name, found, "no whole number from 1 on")
         return found
 
+    def each_layer(self, name: str) -> list[int]:
+        """A whole number from 0 on for each layer, of which files may have one for all.
+
+        Raises:
+            ModelLoadError: They are no such numbers, or too few.
+        """
+        found = self.get(name)
+        if not isinstance(found, list):
+            return [self.count(name)] * self.num_layers
+        if len(found) < self.num_layers or any(not isinstance(one, int) or not 0 <= one < 2**31 for one in found):
+            raise self._wrong(name, found, "no whole number from 0 on for each layer")
+        return [int(one) for one in found[: self.num_layers]]
+
     def natural(self, name: str) -> int:
         """A whole number from 0 on; 0 where the file says none."""
         return self.count(name) if self.get(name) else 0
