@@ -23,7 +23,6 @@ from outrider.loading.gguf.header import (
     FileProgress,
     GgufFile,
     GgufTensor,
-    Values,
     is_packed,
     mixes_rows,
     stored_tensor,
@@ -31,6 +30,7 @@ from outrider.loading.gguf.header import (
 )
 from outrider.loading.gguf.names import layer_part, stock_names
 from outrider.loading.gguf.rotary import FREQUENCY_FACTORS
+from outrider.loading.gguf.values import Values
 from outrider.loading.quantised_checkpoint import joined_parts, num_parts, part_shape
 
 logger = logging.getLogger(__name__)

@@ -146,7 +146,7 @@ _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 #: How the names end of what transformers has as a parameter of another module, without ".weight".
 _BARE = (".sinks", "]")
 #: The names of tensors of a layer, as llama.cpp and as transformers have them, and those outside of layers that differ.
-#: A tensor of a file may be several ones of transformers. A name with its ending stands for one of transformers with its own.
+#: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own.
 LayerNames = Mapping[str, str | tuple[str, ...]]
 
 
