@@ -99,7 +99,7 @@ def save(family: str, path: Path, **changes: Any) -> str:
     """A checkpoint whose routers have biases, which new models have not."""
     from transformers import AutoModelForCausalLM
 
-    source = checkpoints.save(family, path, seed=1, **changes)
+    source = checkpoints.save(family.partition(":")[0], path, seed=1, **changes)
     model = AutoModelForCausalLM.from_pretrained(source)
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith(("e_score_correction_bias", "expert_bias"))]
     for bias in biases:
@@ -179,7 +179,7 @@ def _describe_qwen35(writer: Any, config: Any) -> None:
 
 
 def _squeezed(taps: np.ndarray) -> np.ndarray:
-    return taps[:, 0]
+    return taps[:, 0] if taps.ndim == 3 else taps  # a bias
 
 
 def _delta_by_turns(config: Any) -> dict[str, list[Part]]:
@@ -315,6 +315,39 @@ _MULTIPLIERS = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_SCAN = {
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "mamba_d_conv": "ssm_conv_kernel",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_n_groups": "ssm_group_count",
+    "mamba_n_heads": "ssm_time_step_rank",
+}
+
+
+def _describe_scan(writer: Any, config: Any) -> None:
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads * one for one in attends])
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_rope_scaling_finetuned(False)
+
+
+def _scan_parts(config: Any) -> dict[str, list[Part]]:
+    def column(values: np.ndarray) -> np.ndarray:
+        return values[:, None]
+
+    mlp = "mlp.shared_experts" if config.num_local_experts else "mlp"
+    shared = [(f"{mlp}.{name}_proj", half(which, 0), AS_IT_IS) for which, name in enumerate(("gate", "up"))]
+    return _rotated(config) | {
+        "mamba.A_log": [("mamba.A_log", column, RATE)],
+        "mamba.D": [("mamba.D", column, AS_IT_IS)],
+        "mamba.dt_bias": [("mamba.dt_proj", _whole, AS_IT_IS)],
+        "mamba.conv1d": [("mamba.conv1d", _squeezed, AS_IT_IS)],
+        "mamba.norm": [("mamba.norm", lambda norm: norm.reshape(config.mamba_n_groups, -1), AS_IT_IS)],
+        "shared_mlp.input_linear": shared,
+        "shared_mlp.output_linear": [(f"{mlp}.down_proj", _whole, AS_IT_IS)],
+    }
+
+
 _WINDOWS = {"logit_scale": "logit_scale", "sliding_window": "sliding_window"}
 _SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 #: By the model type of their configuration.
@@ -327,6 +360,7 @@ WRITTEN: dict[str, WrittenFamily] = {
     "smollm3": WrittenFamily("smollm3", parts=_rotated),
     "granite": WrittenFamily("granite", _MULTIPLIERS, parts=_rotated),
     "granitemoe": WrittenFamily("granitemoe", _MULTIPLIERS, parts=_rotated),
+    "granitemoehybrid": WrittenFamily("granitehybrid", _MULTIPLIERS | _SCAN, _describe_scan, _scan_parts),
     "cohere2": WrittenFamily("cohere2", _WINDOWS),
     "starcoder2": WrittenFamily("starcoder2"),
     "phi": WrittenFamily("phi2"),
@@ -353,7 +387,11 @@ _YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40, "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }  # fmt: skip
-#: What a checkpoint of a family needs for a file, by the names of checkpoints; llama.cpp has kernels for some sizes alone.
+_SCANS: dict[str, Any] = {
+    "layers": 4, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32, "shared_intermediate_size": 256,
+    "attention_multiplier": 0.1, "position_embedding_type": None,
+}  # fmt: skip
+#: What a checkpoint of a family needs for a file, by the names of checkpoints and what sets it apart; llama.cpp has kernels for some sizes alone.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HEADS,
     "qwen3_5_moe_text": _HEADS | _SMALL_EXPERTS,
@@ -368,6 +406,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
         "embedding_multiplier": 3.0,
     },
+    "granitemoehybrid": _SCANS,
+    "granitemoehybrid:dense": _SCANS | {"num_local_experts": 0, "num_experts_per_tok": 0},
     "cohere2": {"layers": 4},
     "starcoder2": {"sliding_window": None},
     "phi": {"qk_layernorm": False},

@@ -14,7 +14,16 @@ from typing import Any
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf import families, names
-from outrider.loading.gguf.arrangement import DELTA_BY_KEYS, DELTA_BY_TURNS, ROTATED, UNFOLDING, Arranged, Joined
+from outrider.loading.gguf.arrangement import (
+    DELTA_BY_KEYS,
+    DELTA_BY_TURNS,
+    GATES_AND_VALUES,
+    ROTATED,
+    SCANS,
+    UNFOLDING,
+    Arranged,
+    Joined,
+)
 from outrider.loading.gguf.header import AGAIN, ORIGINAL, GgufFile
 from outrider.loading.gguf.names import LAYER, LayerNames
 from outrider.loading.gguf.rotary import (
@@ -155,6 +164,14 @@ ARCHITECTURES = {
         arranged=ROTATED,
         adjusted=families.granite_experts,
         layer=names.WITH_SPARSE_EXPERTS,
+        knows=(*_MULTIPLIERS, *_EXPERTS),
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridConfig",
+        arranged=ROTATED | SCANS,
+        adjusted=families.granite_hybrid,
+        layer=names.WITH_SCANS,
+        joined=GATES_AND_VALUES,
         knows=(*_MULTIPLIERS, *_EXPERTS),
     ),
     "cohere2": Architecture(

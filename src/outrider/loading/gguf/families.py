@@ -176,6 +176,29 @@ def granite_experts(values: Values) -> dict[str, Any]:
     return granite(values) | counts
 
 
+def granite_hybrid(values: Values) -> dict[str, Any]:
+    """Layers without keys are scans of Mamba-2."""
+    heads, inner, hidden = (values.count(name) for name in ("ssm.time_step_rank", "ssm.inner_size", "embedding_length"))
+    if inner % heads or inner % hidden:
+        raise values.refuse(f"a scan of {inner} numbers in {heads} heads, for {hidden} of a token")
+    kinds = ["attention" if keys else "mamba" for keys in values.each_layer(KEY_HEADS)]
+    scan = kinds.index("mamba") if "mamba" in kinds else 0
+    return granite(values) | {
+        "layer_types": kinds,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // hidden,
+        "mamba_n_groups": values.count("ssm.group_count"),
+        "mamba_d_state": values.count("ssm.state_size"),
+        "mamba_d_conv": values.count("ssm.conv_kernel"),
+        "mamba_conv_bias": values.has(f"blk.{scan}.ssm_conv1d.bias"),
+        "shared_intermediate_size": values.count("expert_shared_feed_forward_length", values.get("feed_forward_length")),
+        "num_local_experts": values.natural("expert_count"),
+        "num_experts_per_tok": values.natural("expert_used_count"),
+        "position_embedding_type": "rope" if values.get("rope.scaling.finetuned") else None,
+    }
+
+
 def cohere_2(values: Values) -> dict[str, Any]:
     """Every fourth layer sees all tokens, and rotates nothing."""
     layers = range(1, values.num_layers + 1)

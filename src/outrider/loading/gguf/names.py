@@ -120,6 +120,24 @@ WITH_SPARSE_EXPERTS = {
     **{name: stock.replace("mlp.", "block_sparse_moe.") for name, stock in WITH_EXPERTS.items()},
     "ffn_gate_inp": "block_sparse_moe.router",
 }
+#: Of the scan of Mamba-2.
+SCAN = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+}
+#: Of Granite 4, whose feed-forward of all tokens stands beside experts, or alone.
+WITH_SCANS = {
+    **WITH_SPARSE_EXPERTS,
+    **SCAN,
+    **{f"ffn_gate{kind}.weight": "shared_mlp.input_linear.weight[0]" for kind in ("", "_shexp")},
+    **{f"ffn_up{kind}.weight": "shared_mlp.input_linear.weight[1]" for kind in ("", "_shexp")},
+    **{f"ffn_down{kind}": "shared_mlp.output_linear" for kind in ("", "_shexp")},
+}
 #: Of LFM2, with short convolutions, and with experts in some layers.
 CONVOLUTIONS = {
     "attn_norm": "operator_norm",
