@@ -157,6 +157,9 @@ EXPERTS: dict[str, list[Part]] = {
     ],
     "feed_forward.expert_bias": [("feed_forward.expert_bias", _whole, AS_IT_IS)],
     "conv.conv": [("conv.conv", lambda taps: taps[:, 0], AS_IT_IS)],
+    "mlp.gate.moe_statics.e_score_correction_bias": [
+        ("mlp.moe_statics.e_score_correction", lambda bias: bias[0], AS_IT_IS)
+    ],
     "mlp.gate.e_score_correction_bias": [("mlp.gate.e_score_correction", _whole, AS_IT_IS)],
 }
 
@@ -348,6 +351,23 @@ def _scan_parts(config: Any) -> dict[str, list[Part]]:
     }
 
 
+def _describe_ernie(writer: Any, config: Any) -> None:
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
+
+
+def _describe_hunyuan(writer: Any, config: Any) -> None:
+    writer.add_expert_shared_count(1)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+
+
+_ERNIE = {
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_num_shared_experts": "expert_shared_count",
+}
 _WINDOWS = {"logit_scale": "logit_scale", "sliding_window": "sliding_window"}
 _SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 #: By the model type of their configuration.
@@ -361,6 +381,8 @@ WRITTEN: dict[str, WrittenFamily] = {
     "granite": WrittenFamily("granite", _MULTIPLIERS, parts=_rotated),
     "granitemoe": WrittenFamily("granitemoe", _MULTIPLIERS, parts=_rotated),
     "granitemoehybrid": WrittenFamily("granitehybrid", _MULTIPLIERS | _SCAN, _describe_scan, _scan_parts),
+    "ernie4_5_moe": WrittenFamily("ernie4_5-moe", _ERNIE, _describe_ernie),
+    "hunyuan_v1_moe": WrittenFamily("hunyuan-moe", {"moe_topk": "expert_used_count"}, _describe_hunyuan),
     "cohere2": WrittenFamily("cohere2", _WINDOWS),
     "starcoder2": WrittenFamily("starcoder2"),
     "phi": WrittenFamily("phi2"),
@@ -391,7 +413,8 @@ _SCANS: dict[str, Any] = {
     "layers": 4, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32, "shared_intermediate_size": 256,
     "attention_multiplier": 0.1, "position_embedding_type": None,
 }  # fmt: skip
-#: What a checkpoint of a family needs for a file, by the names of checkpoints and what sets it apart; llama.cpp has kernels for some sizes alone.
+#: What a checkpoint of a family needs for a file, by the names of checkpoints and what sets it apart. llama.cpp has kernels
+#: for some sizes alone.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HEADS,
     "qwen3_5_moe_text": _HEADS | _SMALL_EXPERTS,
@@ -408,6 +431,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": _SCANS,
     "granitemoehybrid:dense": _SCANS | {"num_local_experts": 0, "num_experts_per_tok": 0},
+    "ernie4_5_moe": {"moe_intermediate_size": 256, "intermediate_size": 512},
+    "hunyuan_v1_moe": {},
     "cohere2": {"layers": 4},
     "starcoder2": {"sliding_window": None},
     "phi": {"qk_layernorm": False},

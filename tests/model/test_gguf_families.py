@@ -60,7 +60,7 @@ def test_a_file_of_bfloat16_has_the_numbers_of_its_folder(tmp_path: Path, family
     rounded.save_pretrained(source)
     file = Written(source, tmp_path / "m.gguf", ("BF16",))
     for ours, want in zip(told(str(file.path), dtype="float64"), told(source, dtype="float64"), strict=True):
-        assert ours == pytest.approx(want, abs=1e-7)
+        assert ours == pytest.approx(want, abs=1e-6)  # routers compute in float32
 
 
 @families

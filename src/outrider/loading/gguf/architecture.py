@@ -87,6 +87,7 @@ _EXPERTS = ("expert_count",)
 #: Whether keys have another width than values, since both are compressed.
 _LATENT = "attention.kv_lora_rank"
 _PREDICTED = "nextn_predict_layers"
+_SHARED = "expert_shared_count"
 _MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 _LAYER_NORM, _NORM = ("layer_norm_eps", "attention.layer_norm_epsilon"), ("norm_eps", "attention.layer_norm_rms_epsilon")
 _ROUTED = (
@@ -173,6 +174,12 @@ ARCHITECTURES = {
         layer=names.WITH_SCANS,
         joined=GATES_AND_VALUES,
         knows=(*_MULTIPLIERS, *_EXPERTS),
+    ),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeConfig", adjusted=families.ernie_experts, layer=names.ERNIE, knows=(*_EXPERTS, _SHARED)
+    ),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1Config", adjusted=families.hunyuan_experts, layer=names.HUNYUAN, knows=(*_EXPERTS, _SHARED)
     ),
     "cohere2": Architecture(
         "Cohere2Config", adjusted=families.cohere_2, knows=("logit_scale", "attention.sliding_window"), epsilon=_LAYER_NORM

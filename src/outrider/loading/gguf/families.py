@@ -199,6 +199,30 @@ def granite_hybrid(values: Values) -> dict[str, Any]:
     }
 
 
+def ernie_experts(values: Values) -> dict[str, Any]:
+    """Experts by softmax, chosen with a bias, in some layers behind some without any."""
+    return {
+        "moe_num_experts": values.count("expert_count"),
+        "moe_k": values.count("expert_used_count"),
+        "moe_intermediate_size": values.count("expert_feed_forward_length"),
+        "moe_num_shared_experts": values.natural("expert_shared_count"),
+        "moe_layer_start_index": values.natural("leading_dense_block_count"),
+        "moe_layer_interval": values.count("interleave_moe_layer_step", 1),
+        "moe_layer_end_index": values.num_layers - 1,
+    }
+
+
+def hunyuan_experts(values: Values) -> dict[str, Any]:
+    """Experts by softmax, and one for every token that is as wide."""
+    if values.natural("expert_shared_count") > 1:
+        raise values.refuse(f"expert_shared_count={values.get('expert_shared_count')!r}")
+    return with_biases(values) | {
+        "num_experts": values.count("expert_count"),
+        "moe_topk": values.count("expert_used_count"),
+        "intermediate_size": values.count("expert_feed_forward_length"),
+    }
+
+
 def cohere_2(values: Values) -> dict[str, Any]:
     """Every fourth layer sees all tokens, and rotates nothing."""
     layers = range(1, values.num_layers + 1)

@@ -120,6 +120,15 @@ WITH_SPARSE_EXPERTS = {
     **{name: stock.replace("mlp.", "block_sparse_moe.") for name, stock in WITH_EXPERTS.items()},
     "ffn_gate_inp": "block_sparse_moe.router",
 }
+#: Of the experts of ERNIE 4.5 and of Hunyuan.
+ERNIE = {**WITH_ROUTED_EXPERTS, "exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"}
+HUNYUAN = {
+    **WITH_EXPERTS,
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+    "ffn_gate_inp": "mlp.gate.wg",
+    **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
 #: Of the scan of Mamba-2.
 SCAN = {
     "ssm_in": "mamba.in_proj",
