@@ -230,7 +230,7 @@ RUNNING = tuple(_RUNNING)
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
 }  # fmt: skip
-#: Families that are published with layers which predict several tokens, beside those above.
+#: Families with experts that files have: most are published with layers which predict several tokens.
 _PREDICTING: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": (
         "Glm4MoeConfig", {**_ROUTED, "head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True},
@@ -243,6 +243,14 @@ _PREDICTING: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
         },
     ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1, "head_dim": 8,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
     "mimo_v2_flash": (
         "MiMoV2FlashConfig", {**_ROUTED, "head_dim": 8, "v_head_dim": 6, "sliding_window": WINDOW},
     ),

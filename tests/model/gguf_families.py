@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.lab.convert.gguf import FileTensor
+from outrider.lab.convert.gguf import FileTensor, Paired
 from tests.model import checkpoints
 
 Rows = Callable[[np.ndarray], np.ndarray]
@@ -99,9 +99,9 @@ def save(family: str, path: Path, **changes: Any) -> str:
     """A checkpoint whose routers have biases, which new models have not."""
     from transformers import AutoModelForCausalLM
 
-    source = checkpoints.save(family, path, seed=1, **changes)
+    source = checkpoints.save(family.partition(":")[0], path, seed=1, **changes)
     model = AutoModelForCausalLM.from_pretrained(source)
-    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith(("e_score_correction_bias", "expert_bias"))]
     for bias in biases:
         bias.copy_(0.3 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(2)))
     if biases:
@@ -134,6 +134,9 @@ COMMON = {
     "num_attention_heads": "head_count",
     "num_key_value_heads": "head_count_kv",
     "rms_norm_eps": "layer_norm_rms_eps",
+    "norm_eps": "layer_norm_rms_eps",
+    "layer_norm_eps": "layer_norm_eps",
+    "norm_epsilon": "layer_norm_eps",
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -144,6 +147,19 @@ EXPERTS: dict[str, list[Part]] = {
         (f"mlp.experts.{name}_proj", half(which), AS_IT_IS) for which, name in enumerate(("gate", "up"))
     ],
     "mlp.experts.down_proj": [("mlp.experts.down_proj", _whole, AS_IT_IS)],
+    "block_sparse_moe.experts.gate_up_proj": [
+        (f"block_sparse_moe.experts.{name}", half(which), AS_IT_IS) for which, name in enumerate(("w1", "w3"))
+    ],
+    "block_sparse_moe.experts.down_proj": [("block_sparse_moe.experts.w2", _whole, AS_IT_IS)],
+    "block_sparse_moe.router": [("block_sparse_moe.router.layer", _whole, AS_IT_IS)],
+    "feed_forward.experts.gate_up_proj": [
+        (f"feed_forward.experts.{name}_proj", half(which), AS_IT_IS) for which, name in enumerate(("gate", "up"))
+    ],
+    "feed_forward.expert_bias": [("feed_forward.expert_bias", _whole, AS_IT_IS)],
+    "conv.conv": [("conv.conv", lambda taps: taps[:, 0], AS_IT_IS)],
+    "mlp.gate.moe_statics.e_score_correction_bias": [
+        ("mlp.moe_statics.e_score_correction", lambda bias: bias[0], AS_IT_IS)
+    ],
     "mlp.gate.e_score_correction_bias": [("mlp.gate.e_score_correction", _whole, AS_IT_IS)],
 }
 
@@ -166,7 +182,7 @@ def _describe_qwen35(writer: Any, config: Any) -> None:
 
 
 def _squeezed(taps: np.ndarray) -> np.ndarray:
-    return taps[:, 0]
+    return taps[:, 0] if taps.ndim == 3 else taps  # a bias
 
 
 def _delta_by_turns(config: Any) -> dict[str, list[Part]]:
@@ -276,6 +292,83 @@ def _latent_parts(config: Any) -> dict[str, list[Part]]:
 
 _LATENT = {"q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank"}
 _GROUPS = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
+
+
+def _rotated(config: Any) -> dict[str, list[Part]]:
+    """Halves of heads in turn, for which llama.cpp rotates neighbours."""
+    counts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return {f"self_attn.{name}": [(f"self_attn.{name}", Paired(count), AS_IT_IS)] for name, count in counts.items()}
+
+
+def _describe_convolutions(writer: Any, config: Any) -> None:
+    kinds = config.layer_types
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    if config.model_type == "lfm2_moe":
+        _describe_sigmoid(writer, config)
+
+
+def _describe_stablelm(writer: Any, config: Any) -> None:
+    writer.add_parallel_residual(config.use_parallel_residual)
+
+
+_MULTIPLIERS = {
+    "attention_multiplier": "attention_scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+_SCAN = {
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "mamba_d_conv": "ssm_conv_kernel",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_n_groups": "ssm_group_count",
+    "mamba_n_heads": "ssm_time_step_rank",
+}
+
+
+def _describe_scan(writer: Any, config: Any) -> None:
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads * one for one in attends])
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    writer.add_rope_scaling_finetuned(False)
+
+
+def _scan_parts(config: Any) -> dict[str, list[Part]]:
+    def column(values: np.ndarray) -> np.ndarray:
+        return values[:, None]
+
+    mlp = "mlp.shared_experts" if config.num_local_experts else "mlp"
+    shared = [(f"{mlp}.{name}_proj", half(which, 0), AS_IT_IS) for which, name in enumerate(("gate", "up"))]
+    return _rotated(config) | {
+        "mamba.A_log": [("mamba.A_log", column, RATE)],
+        "mamba.D": [("mamba.D", column, AS_IT_IS)],
+        "mamba.dt_bias": [("mamba.dt_proj", _whole, AS_IT_IS)],
+        "mamba.conv1d": [("mamba.conv1d", _squeezed, AS_IT_IS)],
+        "mamba.norm": [("mamba.norm", lambda norm: norm.reshape(config.mamba_n_groups, -1), AS_IT_IS)],
+        "shared_mlp.input_linear": shared,
+        "shared_mlp.output_linear": [(f"{mlp}.down_proj", _whole, AS_IT_IS)],
+    }
+
+
+def _describe_ernie(writer: Any, config: Any) -> None:
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
+
+
+def _describe_hunyuan(writer: Any, config: Any) -> None:
+    writer.add_expert_shared_count(1)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+
+
+_ERNIE = {
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_num_shared_experts": "expert_shared_count",
+}
+_WINDOWS = {"logit_scale": "logit_scale", "sliding_window": "sliding_window"}
 _SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 #: By the model type of their configuration.
 WRITTEN: dict[str, WrittenFamily] = {
@@ -283,6 +376,20 @@ WRITTEN: dict[str, WrittenFamily] = {
     "qwen3_5_moe_text": WrittenFamily("qwen35moe", _SHARED, _describe_qwen35, _delta_by_turns, PLUS_ONE),
     "qwen3_next": WrittenFamily("qwen3next", _SHARED, _describe_delta, _delta_by_keys, PLUS_ONE),
     "glm4": WrittenFamily("glm4"),
+    "olmo2": WrittenFamily("olmo2"),
+    "smollm3": WrittenFamily("smollm3", parts=_rotated),
+    "granite": WrittenFamily("granite", _MULTIPLIERS, parts=_rotated),
+    "granitemoe": WrittenFamily("granitemoe", _MULTIPLIERS, parts=_rotated),
+    "granitemoehybrid": WrittenFamily("granitehybrid", _MULTIPLIERS | _SCAN, _describe_scan, _scan_parts),
+    "ernie4_5_moe": WrittenFamily("ernie4_5-moe", _ERNIE, _describe_ernie),
+    "hunyuan_v1_moe": WrittenFamily("hunyuan-moe", {"moe_topk": "expert_used_count"}, _describe_hunyuan),
+    "cohere2": WrittenFamily("cohere2", _WINDOWS),
+    "starcoder2": WrittenFamily("starcoder2"),
+    "phi": WrittenFamily("phi2"),
+    "stablelm": WrittenFamily("stablelm", {}, _describe_stablelm),
+    "lfm2": WrittenFamily("lfm2", {}, _describe_convolutions),
+    "lfm2_moe": WrittenFamily("lfm2moe", {"num_dense_layers": "leading_dense_block_count"}, _describe_convolutions),
+    "gemma": WrittenFamily("gemma", norms=PLUS_ONE),
     "deepseek_v3": WrittenFamily("deepseek2", _ROUTED | _LATENT | _GROUPS, _describe_latent, _latent_parts),
     "deepseek_v2": WrittenFamily("deepseek2", _ROUTED | _LATENT, _describe_latent, _latent_parts),
     "glm4_moe": WrittenFamily("glm4moe", _ROUTED, _describe_sigmoid),
@@ -302,12 +409,38 @@ _YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40, "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }  # fmt: skip
-#: What a checkpoint of a family needs for a file, by the names of checkpoints; llama.cpp has kernels for some sizes alone.
+_SCANS: dict[str, Any] = {
+    "layers": 4, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32, "shared_intermediate_size": 256,
+    "attention_multiplier": 0.1, "position_embedding_type": None,
+}  # fmt: skip
+#: What a checkpoint of a family needs for a file, by the names of checkpoints and what sets it apart. llama.cpp has kernels
+#: for some sizes alone.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HEADS,
     "qwen3_5_moe_text": _HEADS | _SMALL_EXPERTS,
     "qwen3_next": _HEADS | _SMALL_EXPERTS,
     "glm4": {"attention_bias": True},
+    "olmo2": {},
+    "smollm3": {"layers": 4, "no_rope_layers": [1, 1, 1, 0], "tie_word_embeddings": False},
+    "granite": {},
+    "granitemoe": {
+        "attention_multiplier": 0.1,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+        "embedding_multiplier": 3.0,
+    },
+    "granitemoehybrid": _SCANS,
+    "granitemoehybrid:dense": _SCANS | {"num_local_experts": 0, "num_experts_per_tok": 0},
+    "ernie4_5_moe": {"moe_intermediate_size": 256, "intermediate_size": 512},
+    "hunyuan_v1_moe": {},
+    "cohere2": {"layers": 4},
+    "starcoder2": {"sliding_window": None},
+    "phi": {"qk_layernorm": False},
+    "stablelm": {"qk_layernorm": False, "use_qkv_bias": True},
+    "stablelm_beside": {"qk_layernorm": False},
+    "lfm2": {"layers": 4, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"layers": 4, "moe_intermediate_size": 256},
+    "gemma": {},
     "deepseek_v3": _LATENTS | {"n_group": 2, "topk_group": 1, "rope_parameters": _YARN},
     "deepseek_v2": _LATENTS | {"norm_topk_prob": False},
     "glm4_moe": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.5},

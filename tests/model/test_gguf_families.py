@@ -22,7 +22,7 @@ from tests.model.gguf_files import Written
 pytest.importorskip("gguf")
 PROMPT = [(7 * i * i + 3 * i) % checkpoints.VOCAB_SIZE for i in range(20)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=4)
-FEW = ("qwen3_5_text", "qwen3_next")
+FEW = ("qwen3_5_text", "qwen3_next", "deepseek_v3", "lfm2_moe")
 families = pytest.mark.parametrize("family", core(SHAPES, FEW, "src/outrider/loading/", "tests/model/gguf_"))
 
 
@@ -54,12 +54,13 @@ def test_a_file_of_floats_has_the_bits_of_its_folder(tmp_path: Path, family: str
 
 @families
 def test_a_file_of_bfloat16_has_the_numbers_of_its_folder(tmp_path: Path, family: str) -> None:
-    """In float64, in which the kernels compute both in one way."""
+    """In float64, in which the kernels compute both in one way. Norms to which 1 was added have lost their last bits."""
     source = folder(family, tmp_path / "source")
     rounded: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     rounded.save_pretrained(source)
     file = Written(source, tmp_path / "m.gguf", ("BF16",))
-    assert told(str(file.path), dtype="float64") == told(source, dtype="float64")
+    for ours, want in zip(told(str(file.path), dtype="float64"), told(source, dtype="float64"), strict=True):
+        assert ours == pytest.approx(want, abs=1e-6)  # routers compute in float32
 
 
 @families

@@ -15,9 +15,10 @@ from outrider.heads.features import FeatureHeadConfig
 from outrider.heads.formats.folder import FULL, SLIDING, HeadTensor, read_layer, read_layers
 from outrider.loading.gguf.architecture import ARCHITECTURES, Architecture, read_shape
 from outrider.loading.gguf.arrangement import row_order
-from outrider.loading.gguf.header import AGAIN, GgufFile, Values, read_gguf
+from outrider.loading.gguf.header import AGAIN, GgufFile, read_gguf
 from outrider.loading.gguf.names import LAYER, stock_names
 from outrider.loading.gguf.rotary import FREQUENCY_FACTORS
+from outrider.loading.gguf.values import Values
 
 # --- What GGUF files of all heads have in common: tensors by llama.cpp's names, an absolute d2t, and numbers of layers.
 #

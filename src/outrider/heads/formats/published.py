@@ -17,7 +17,8 @@ from outrider.heads.formats.gguf import GGUF_DFLASH, GGUF_EAGLE3, ORIGINAL, Gguf
 from outrider.heads.formats.safeailab import SAFEAILAB_EAGLE1, SAFEAILAB_EAGLE3
 from outrider.heads.formats.speculators import SPECULATORS_DFLASH, SPECULATORS_EAGLE3, SPECULATORS_PEAGLE
 from outrider.heads.formats.zlab import ZLAB_DFLASH
-from outrider.loading.gguf.header import Values, is_gguf, read_gguf
+from outrider.loading.gguf.header import is_gguf, read_gguf
+from outrider.loading.gguf.values import Values
 
 #: In the order in which a configuration is tried.
 FORMATS = (

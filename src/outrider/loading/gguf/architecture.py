@@ -13,21 +13,19 @@ from typing import Any
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
-from outrider.loading.gguf.arrangement import DELTA_BY_KEYS, DELTA_BY_TURNS, ROTATED, UNFOLDING, Arranged, Joined
-from outrider.loading.gguf.header import AGAIN, ORIGINAL, GgufFile, Values
-from outrider.loading.gguf.names import (
-    DELTA,
-    FUSED,
-    LAYER,
-    WITH_EXPERTS,
-    WITH_LATENTS,
-    WITH_NORMS_BEHIND,
-    WITH_POST_NORMS,
-    WITH_ROUTED_EXPERTS,
-    WITH_SHARED_EXPERT,
-    WITH_SINKS,
-    LayerNames,
+from outrider.loading.gguf import families, names
+from outrider.loading.gguf.arrangement import (
+    DELTA_BY_KEYS,
+    DELTA_BY_TURNS,
+    GATES_AND_VALUES,
+    ROTATED,
+    SCANS,
+    UNFOLDING,
+    Arranged,
+    Joined,
 )
+from outrider.loading.gguf.header import AGAIN, ORIGINAL, GgufFile
+from outrider.loading.gguf.names import LAYER, LayerNames
 from outrider.loading.gguf.rotary import (
     FREQUENCY_FACTORS,
     LONG_FACTORS,
@@ -40,6 +38,7 @@ from outrider.loading.gguf.rotary import (
     rope_parameters,
     tempered_rope,
 )
+from outrider.loading.gguf.values import Values
 
 # --- The architectures: how the values and tensors of each become those of transformers.
 
@@ -57,6 +56,7 @@ class Architecture:
         offset_norms: Whether the weights of norms are kept plus 1, those of `arranged` apart.
         knows: Values that `adjusted` or `rope` take care of, and that are refused elsewhere.
         rope: Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
+        epsilon: What the number that keeps norms finite is called in transformers, and in files.
         factors: The tensors with factors of its rotary frequencies.
     """
 
@@ -68,6 +68,7 @@ class Architecture:
     offset_norms: bool = False
     knows: tuple[str, ...] = ()
     rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
+    epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     factors: tuple[str, ...] = (FREQUENCY_FACTORS,)
 
 
@@ -77,243 +78,134 @@ def _whole_rope(values: Values, head_dim: int, *, truncate: bool = True, weighs:
     return rope_parameters(values, truncate=truncate, weighs=weighs)
 
 
-def _llama(values: Values) -> dict[str, Any]:
-    biases = values.has("blk.0.attn_q.bias")
-    if biases != values.has("blk.0.attn_output.bias"):
-        raise values.refuse("biases of some projections of its attention alone")
-    return {"attention_bias": biases, "mlp_bias": values.has("blk.0.ffn_up.bias")}
-
-
-def _without_window(values: Values) -> dict[str, Any]:
-    """transformers would take a window of 4,096 tokens where nothing is said."""
-    return {"sliding_window": None}
-
-
-def _gemma(values: Values, largest: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 share. Scores are scaled by the width of heads, but in the largest model, which has `largest`
-    layers, by the hidden size for each head; files do not say it."""
-    heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
-    scale = values.count("attention.key_length", hidden // heads)
-    return {
-        "query_pre_attn_scalar": hidden // heads if values.count("block_count") == largest else scale,
-        "sliding_window": values.count("attention.sliding_window"),
-    }
-
-
-def _gemma_2(values: Values) -> dict[str, Any]:
-    return _gemma(values, 46) | {name: values.number(name) for name in _CAPS}
-
-
-def _gemma_3(values: Values) -> dict[str, Any]:
-    if values.get("attention.sliding_window_pattern") not in (None, 6):
-        raise values.refuse(f"attention.sliding_window_pattern={values.get('attention.sliding_window_pattern')!r}")
-    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10_000.0)}
-    caps = {name: values.number(name) if values.get(name) else None for name in _CAPS}
-    return (
-        _gemma(values, 62)
-        | caps
-        | {
-            "rope_parameters": {"full_attention": rope_parameters(values, 1_000_000.0), "sliding_attention": local},
-        }
-    )
-
-
-def _phi_3(values: Values) -> dict[str, Any]:
-    found: dict[str, Any] = {"sliding_window": None}  # a window of 0 is none
-    if values.get("attention.sliding_window"):
-        found["sliding_window"] = values.count("attention.sliding_window")
-    if values.get("rope.scaling.original_context_length") is not None:
-        found["original_max_position_embeddings"] = values.count("rope.scaling.original_context_length")
-    return found
-
-
-def _qwen_3_experts(values: Values) -> dict[str, Any]:
-    return {
-        "num_experts": values.count("expert_count"),
-        "num_experts_per_tok": values.count("expert_used_count"),
-        "moe_intermediate_size": values.count("expert_feed_forward_length"),
-        "norm_topk_prob": True,
-    }
-
-
-def _gpt_oss(values: Values) -> dict[str, Any]:
-    return {
-        "num_local_experts": values.count("expert_count"),
-        "num_experts_per_tok": values.count("expert_used_count"),
-        "intermediate_size": values.count("expert_feed_forward_length"),
-        "sliding_window": values.count("attention.sliding_window"),
-    }
-
-
-def _delta(values: Values) -> dict[str, Any]:
-    """The layers of a gated delta rule, and which of all layers attend instead."""
-    keys, heads, inner = (values.count(f"ssm.{name}") for name in ("group_count", "time_step_rank", "inner_size"))
-    if heads % keys or inner % heads:
-        raise values.refuse(f"a gated delta rule with {heads} heads of values of {inner} numbers, and {keys} of keys")
-    every, layers = values.count("full_attention_interval", 4), values.num_layers
-    linear = values.get("attention.recurrent_layers") or [(layer + 1) % every != 0 for layer in range(layers)]
-    if not isinstance(linear, list) or len(linear) < layers:
-        raise values.refuse(f"attention.recurrent_layers={linear!r}")
-    return {
-        "linear_conv_kernel_dim": values.count("ssm.conv_kernel"),
-        "linear_key_head_dim": values.count("ssm.state_size"),
-        "linear_num_key_heads": keys,
-        "linear_num_value_heads": heads,
-        "linear_value_head_dim": inner // heads,
-        "layer_types": ["linear_attention" if one else "full_attention" for one in linear[:layers]],
-    }
-
-
-def _delta_and_experts(values: Values) -> dict[str, Any]:
-    """Experts whose weights add up to 1, and one that every token has."""
-    shared = values.count("expert_shared_feed_forward_length")
-    return _delta(values) | _qwen_3_experts(values) | {"shared_expert_intermediate_size": shared}
-
-
-def _with_biases(values: Values) -> dict[str, Any]:
-    """Queries, keys and values may have biases."""
-    return {"attention_bias": values.has("blk.0.attn_q.bias")}
-
-
-#: The functions that make scores of experts, by their numbers in files.
-_SOFTMAX, _SIGMOID = 1, 2
-
-
-def _routed(values: Values, gating: int = _SIGMOID) -> dict[str, Any]:
-    """Experts that a router with a bias chooses, as in DeepSeek-V3, some layers without them, and shared ones."""
-    if values.get(_GATING) not in (None, gating):
-        raise values.refuse(f"{_GATING}={values.get(_GATING)!r}")
-    return {
-        "n_routed_experts": values.count("expert_count"),
-        "num_experts_per_tok": values.count("expert_used_count"),
-        "moe_intermediate_size": values.count("expert_feed_forward_length"),
-        "n_shared_experts": values.natural("expert_shared_count"),
-        "first_k_dense_replace": values.natural("leading_dense_block_count"),
-        "routed_scaling_factor": values.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": bool(values.get("expert_weights_norm")),
-        "n_group": values.natural("expert_group_count") or 1,
-        "topk_group": values.natural("expert_group_used_count") or 1,
-    }
-
-
-_GATING = "expert_gating_func"
-
-
-def _latent(values: Values) -> dict[str, Any]:
-    """Attention to compressed keys and values. Older files say the width of heads where newer ones say that of latents."""
-    heads, rotated = values.count("attention.head_count"), values.count("rope.dimension_count")
-    width = values.count("attention.key_length_mla", values.get("attention.key_length"))
-    if width <= rotated:
-        raise values.refuse(f"keys of {width} numbers, of which {rotated} are rotated")
-    return {
-        "num_key_value_heads": heads,
-        "head_dim": rotated,
-        "q_lora_rank": values.count("attention.q_lora_rank") if values.get("attention.q_lora_rank") else None,
-        "kv_lora_rank": values.count("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": width - rotated,
-        "v_head_dim": values.count("attention.value_length_mla", values.get("attention.value_length")),
-    }
-
-
-def _deepseek_3(values: Values) -> dict[str, Any]:
-    return _routed(values) | _latent(values)
-
-
-def _deepseek_2(values: Values) -> dict[str, Any]:
-    """Experts by softmax, whose weights are not made to add up to 1."""
-    if values.get("expert_weights_norm") or values.natural("expert_group_count") > 1:
-        raise values.refuse("weights of experts that add up to 1, or groups of them, by softmax")
-    return _routed(values, _SOFTMAX) | _latent(values)
-
-
-def _glm_4_experts(values: Values) -> dict[str, Any]:
-    return _routed(values) | _with_biases(values) | {"use_qk_norm": values.has("blk.0.attn_q_norm.weight")}
-
-
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _GEMMA: dict[str, Any] = {
-    "layer": WITH_POST_NORMS,
+    "layer": names.WITH_POST_NORMS,
     "offset_norms": True,
-    "knows": (*_CAPS, "attention.sliding_window"),
+    "knows": (*families.CAPS, "attention.sliding_window"),
 }
 _EXPERTS = ("expert_count",)
 #: Whether keys have another width than values, since both are compressed.
 _LATENT = "attention.kv_lora_rank"
 _PREDICTED = "nextn_predict_layers"
+_SHARED = "expert_shared_count"
+_MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+_LAYER_NORM, _NORM = ("layer_norm_eps", "attention.layer_norm_epsilon"), ("norm_eps", "attention.layer_norm_rms_epsilon")
 _ROUTED = (
     *_EXPERTS, _PREDICTED, "expert_shared_count", "expert_group_count", "expert_weights_scale", "expert_weights_norm",
 )  # fmt: skip
 _DELTA: dict[str, Any] = {"offset_norms": True, "rope": partial_rope}
 _DELTA_EXPERTS: dict[str, Any] = {
     "config": "Qwen3_5MoeTextConfig",
-    "adjusted": _delta_and_experts,
+    "adjusted": families.delta_and_experts,
     "knows": (*_EXPERTS, _PREDICTED),
     **_DELTA,
 }
 #: The architectures by their names in files.
 ARCHITECTURES = {
-    "llama": Architecture("LlamaConfig", arranged=ROTATED, adjusted=_llama),
+    "llama": Architecture("LlamaConfig", arranged=ROTATED, adjusted=families.llama),
     "mistral3": Architecture(
-        "MistralConfig", arranged=ROTATED, adjusted=_without_window, rope=partial(_whole_rope, weighs=True)
+        "MistralConfig", arranged=ROTATED, adjusted=families.without_window, rope=partial(_whole_rope, weighs=True)
     ),
     "qwen2": Architecture("Qwen2Config"),
     "qwen3": Architecture("Qwen3Config"),
-    "qwen3moe": Architecture("Qwen3MoeConfig", adjusted=_qwen_3_experts, layer=WITH_EXPERTS, knows=_EXPERTS),
+    "qwen3moe": Architecture("Qwen3MoeConfig", adjusted=families.qwen_3_experts, layer=names.WITH_EXPERTS, knows=_EXPERTS),
     "phi3": Architecture(
         "Phi3Config",
-        adjusted=_phi_3,
-        layer=FUSED,
+        adjusted=families.phi_3,
+        layer=names.FUSED,
         knows=("attention.sliding_window", "rope.scaling.attn_factor"),
         rope=long_rope,
         factors=(SHORT_FACTORS, LONG_FACTORS),
     ),
     "gpt-oss": Architecture(
         "GptOssConfig",
-        adjusted=_gpt_oss,
-        layer=WITH_SINKS,
+        adjusted=families.gpt_oss,
+        layer=names.WITH_SINKS,
         knows=(*_EXPERTS, "attention.sliding_window"),
         rope=partial(_whole_rope, truncate=False),
     ),
     "qwen35": Architecture(
         "Qwen3_5TextConfig",
-        adjusted=_delta,
-        layer={**LAYER, **DELTA},
+        adjusted=families.delta,
+        layer={**LAYER, **names.DELTA},
         arranged=DELTA_BY_TURNS,
         knows=(_PREDICTED,),
         **_DELTA,
     ),
-    "qwen35moe": Architecture(layer={**WITH_SHARED_EXPERT, **DELTA}, arranged=DELTA_BY_TURNS, **_DELTA_EXPERTS),
+    "qwen35moe": Architecture(layer={**names.WITH_SHARED_EXPERT, **names.DELTA}, arranged=DELTA_BY_TURNS, **_DELTA_EXPERTS),
     # It computes what Qwen3.5 does. Its folders have one projection for what files, too, have several for.
     "qwen3next": Architecture(
-        layer={**WITH_SHARED_EXPERT, **DELTA, "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
+        layer={**names.WITH_SHARED_EXPERT, **names.DELTA, "ssm_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a")},
         arranged=DELTA_BY_KEYS,
         **_DELTA_EXPERTS,
     ),
     "glm4": Architecture(
-        "Glm4Config", adjusted=_with_biases, layer=WITH_NORMS_BEHIND, rope=partial_rope, knows=(_PREDICTED,)
+        "Glm4Config", adjusted=families.with_biases, layer=names.WITH_NORMS_BEHIND, rope=partial_rope, knows=(_PREDICTED,)
     ),
     "glm4moe": Architecture(
         "Glm4MoeConfig",
-        adjusted=_glm_4_experts,
-        layer={**WITH_ROUTED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
+        adjusted=families.glm_4_experts,
+        layer={**names.WITH_ROUTED_EXPERTS, "post_attention_norm": "post_attention_layernorm"},
         rope=partial_rope,
         knows=_ROUTED,
     ),
     "deepseek2": Architecture(
         "DeepseekV2Config",
-        adjusted=_deepseek_2,
-        layer=WITH_LATENTS,
+        adjusted=families.deepseek_2,
+        layer=names.WITH_LATENTS,
         joined=UNFOLDING,
         rope=latent_rope,
         knows=(*_ROUTED, _LATENT),
     ),
-    "gemma2": Architecture("Gemma2Config", adjusted=_gemma_2, **_GEMMA),
-    "gemma3": Architecture("Gemma3TextConfig", adjusted=_gemma_3, **_GEMMA),
+    "olmo2": Architecture("Olmo2Config", layer=names.WITH_POST_NORMS_ALONE),
+    "smollm3": Architecture("SmolLM3Config", arranged=ROTATED, adjusted=families.llama),
+    "granite": Architecture("GraniteConfig", arranged=ROTATED, adjusted=families.granite, knows=_MULTIPLIERS),
+    "granitemoe": Architecture(
+        "GraniteMoeConfig",
+        arranged=ROTATED,
+        adjusted=families.granite_experts,
+        layer=names.WITH_SPARSE_EXPERTS,
+        knows=(*_MULTIPLIERS, *_EXPERTS),
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridConfig",
+        arranged=ROTATED | SCANS,
+        adjusted=families.granite_hybrid,
+        layer=names.WITH_SCANS,
+        joined=GATES_AND_VALUES,
+        knows=(*_MULTIPLIERS, *_EXPERTS),
+    ),
+    "ernie4_5-moe": Architecture(
+        "Ernie4_5_MoeConfig", adjusted=families.ernie_experts, layer=names.ERNIE, knows=(*_EXPERTS, _SHARED)
+    ),
+    "hunyuan-moe": Architecture(
+        "HunYuanMoEV1Config", adjusted=families.hunyuan_experts, layer=names.HUNYUAN, knows=(*_EXPERTS, _SHARED)
+    ),
+    "cohere2": Architecture(
+        "Cohere2Config", adjusted=families.cohere_2, knows=("logit_scale", "attention.sliding_window"), epsilon=_LAYER_NORM
+    ),
+    "starcoder2": Architecture("Starcoder2Config", layer=names.WITHOUT_GATES, epsilon=("norm_epsilon", _LAYER_NORM[1])),
+    "phi2": Architecture("PhiConfig", layer=names.PHI_2, rope=partial_rope, epsilon=_LAYER_NORM),
+    "stablelm": Architecture(
+        "StableLmConfig",
+        adjusted=families.stablelm,
+        rope=partial_rope,
+        knows=("use_parallel_residual",),
+        epsilon=_LAYER_NORM,
+    ),
+    "lfm2": Architecture("Lfm2Config", adjusted=families.convolutions, layer=names.CONVOLUTIONS, epsilon=_NORM),
+    "lfm2moe": Architecture(
+        "Lfm2MoeConfig", adjusted=families.convolutions_and_experts, layer=names.CONVOLUTIONS, knows=_EXPERTS, epsilon=_NORM
+    ),
+    "gemma": Architecture("GemmaConfig", offset_norms=True),
+    "gemma2": Architecture("Gemma2Config", adjusted=families.gemma_2, **_GEMMA),
+    "gemma3": Architecture("Gemma3TextConfig", adjusted=families.gemma_3, **_GEMMA),
 }
 #: Architectures that are other ones where a file has a certain value: by both names, with None for any value.
 _WHERE_IT_HAS = {
-    ("deepseek2", _GATING, _SIGMOID): replace(ARCHITECTURES["deepseek2"], config="DeepseekV3Config", adjusted=_deepseek_3),
+    ("deepseek2", families.GATING, families.SIGMOID): replace(
+        ARCHITECTURES["deepseek2"], config="DeepseekV3Config", adjusted=families.deepseek_3
+    ),
     ("mistral3", TEMPERATURE, None): Architecture(
         "Ministral3Config", arranged=ROTATED, knows=(TEMPERATURE,), rope=tempered_rope
     ),
@@ -409,10 +301,12 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
         "intermediate_size": values.count("feed_forward_length", values.get("expert_feed_forward_length")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": values.count("attention.head_count_kv", heads),
+        "num_key_value_heads": max(values.each_layer(families.KEY_HEADS)) or heads
+        if values.get(families.KEY_HEADS)
+        else heads,
         "head_dim": head_dim,
         "max_position_embeddings": values.count("context_length"),
-        "rms_norm_eps": values.number("attention.layer_norm_rms_epsilon"),
+        known.epsilon[0]: values.number(known.epsilon[1]),
         "rope_parameters": known.rope(values, head_dim),
     }
 

@@ -22,11 +22,13 @@ class Arrangement:
         rows: The rows that it has. None for all in their order.
         columns: The columns. None for all in their order.
         floats: Changes numbers, which are floats and no blocks.
+        flat: Whether the file has it as rows, and transformers all rows as one.
     """
 
     rows: Places | None = None
     columns: Places | None = None
     floats: Callable[[Tensor], Tensor] | None = None
+    flat: bool = False
 
 
 #: By the name of a tensor in a layer of transformers, without its ending.
@@ -59,15 +61,17 @@ def column_order(arranged: Arranged, stock: str, config: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Joined:
-    """A tensor of transformers whose parts are tensors of a file, which are named by their numbers. It becomes floats.
+    """A tensor of transformers whose parts are tensors of a file, which are named by their numbers.
 
     Attributes:
         shapes: Those of the parts, for a configuration.
         join: Makes the tensor of its parts.
+        by_rows: Whether blocks of the parts are those of the tensor. Otherwise it becomes floats.
     """
 
     shapes: Callable[[Any], list[tuple[int, ...]]]
     join: Callable[[list[Tensor]], Tensor]
+    by_rows: bool = False
 
 
 # --- What unfolds latent keys and values: keys of each head the other way round, then values. Both are the rows of a head
@@ -84,6 +88,12 @@ def _unfolding(parts: list[Tensor]) -> Tensor:
     return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
 
 
+def _shared_shapes(config: Any) -> list[tuple[int, ...]]:
+    return [(config.shared_intermediate_size, config.hidden_size)] * 2
+
+
+#: Gates and values of Granite's feed-forward.
+GATES_AND_VALUES = {"shared_mlp.input_linear": Joined(_shared_shapes, torch.cat, by_rows=True)}
 UNFOLDING = {"self_attn.kv_b_proj": Joined(_unfolding_shapes, _unfolding)}
 
 
@@ -117,6 +127,10 @@ def _logarithms(rates: Tensor) -> Tensor:
     for logs in (near.nextafter(-infinity), near.nextafter(infinity), near, near.bfloat16().float()):
         found = torch.where(logs.exp() == -rates, logs, found)
     return found
+
+
+#: Of the scan of Mamba-2, whose norm has a row for each group in files.
+SCANS = {"mamba.A_log": Arrangement(floats=_logarithms), "mamba.norm": Arrangement(flat=True)}
 
 
 def _by_keys(config: Any, size: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from outrider.loading.gguf.header import (
     FileProgress,
     GgufFile,
     GgufTensor,
-    Values,
     is_packed,
     mixes_rows,
     stored_tensor,
@@ -31,11 +31,12 @@ from outrider.loading.gguf.header import (
 )
 from outrider.loading.gguf.names import layer_part, stock_names
 from outrider.loading.gguf.rotary import FREQUENCY_FACTORS
+from outrider.loading.gguf.values import Values
 from outrider.loading.quantised_checkpoint import joined_parts, num_parts, part_shape
 
 logger = logging.getLogger(__name__)
 #: What may have more bits than the rest of a model: norms, biases of routers, and what rates and steps are made of.
-_KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias", ".e_score_correction_bias")
+_KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias", ".e_score_correction_bias", ".expert_bias")
 
 
 class GgufCheckpoint:
@@ -88,16 +89,17 @@ class GgufCheckpoint:
             wanted.pop(projection.name)
             wanted.pop(f"{projection.name}_bias", None)
             wanted |= projection.shapes
-        for whole, (_, shapes) in self._joined().items():
+        for whole, (_, parts) in self._joined().items():
             wanted.pop(whole)
-            wanted |= {f"{whole}[{part}]": shape for part, shape in enumerate(shapes)}
+            wanted |= {f"{whole}[{part}]": part_shape for part, part_shape in enumerate(parts)}
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 problem = f"it has a tensor {tensor.name}, which its architecture does not have"
                 raise ModelLoadError(self._file.path, problem, AGAIN)
             rows = sum(wanted[other][0] for other in self._sharing(tensor) if other in wanted)
             shape = (rows, *wanted[name][1:])
-            if _squeezed(tensor.shape) != _squeezed(shape):
+            flat = arrangement_of(self._known.arranged, name).flat and prod(tensor.shape) == prod(shape)
+            if not flat and _squeezed(tensor.shape) != _squeezed(shape):
                 problem = f"its tensor {tensor.name} has shape {list(tensor.shape)}, and its metadata ask for {list(shape)}"
                 raise ModelLoadError(self._file.path, problem, AGAIN)
         missing = sorted(wanted.keys() - self._tensors.keys())
@@ -121,8 +123,10 @@ class GgufCheckpoint:
         """Whether a vector may have more bits than the rest of a model: a norm, or a bias that is added to a product with
         blocks of codes."""
         tensor = self._tensors[name]
-        if len(tensor.shape) != 1:
+        if len(_squeezed(tensor.shape)) > 1 and not arrangement_of(self._known.arranged, name).flat:
             return False
+        if f"{name.removesuffix('.weight')}.bias" in self._tensors and name.endswith("norm.weight"):
+            return False  # PyTorch takes both of a norm in one dtype
         matrix = self._tensors.get(f"{name.removesuffix('.bias')}.weight") if name.endswith(".bias") else None
         return takes_rounded_rows(matrix) if matrix is not None else name.endswith(_KEPT_WIDE)
 
@@ -139,7 +143,10 @@ class GgufCheckpoint:
             else:
                 state[name] = self._floats(name, tensor).reshape(shapes[name])
         for name, (joined, _) in self._joined().items():
-            state[name] = joined.join([self._tensors[part].floats() for part in self._parts(name)])
+            if self._is_joined_by_blocks(name):
+                state[name] = torch.full((), float("nan"), dtype=dtype).expand(shapes[name])
+            else:
+                state[name] = joined.join([self._tensors[part].floats() for part in self._parts(name)])
         for projection in projections(empty):
             state |= projection.state(self._file.path, self._tensors, dtype)
         return state
@@ -165,9 +172,13 @@ class GgufCheckpoint:
                     keep_quantised(modules["lm_head"], stored)
             elif dtype == torch.bfloat16 and self._keeps_bits(name) and not _is_bfloat16(self._floats(name, tensor)):
                 path, _, kind = name.rpartition(".")
-                _keep_wide(modules[path], kind, self._floats(name, tensor))
+                values = self._floats(name, tensor).reshape(getattr(modules[path], kind).shape)
+                _keep_wide(modules[path], kind, values)
             reading.advance(tensor.data.nbytes)
-        for name in self._joined():
+        for name, (joined, _) in self._joined().items():
+            if self._is_joined_by_blocks(name):
+                stored_parts = [self._stored(part, self._tensors[part], dtype) for part in self._parts(name)]
+                keep_quantised(modules[name.removesuffix(".weight")], StoredWeight.of(stored_parts, joined.join))
             reading.advance(sum(self._tensors[part].data.nbytes for part in self._parts(name)))
         for projection in projections(model):
             check_wanted()
@@ -180,6 +191,12 @@ class GgufCheckpoint:
         """The tensors of transformers that have several ones in the file, with the shapes of these."""
         found = {name[:-3]: self._known.joined.get(layer_name(name[:-3])) for name in self._tensors if name.endswith("]")}
         return {name: (joined, joined.shapes(self._config)) for name, joined in found.items() if joined is not None}
+
+    def _is_joined_by_blocks(self, name: str) -> bool:
+        """Whether the parts of a tensor stay in their blocks, which have one type."""
+        parts = [self._tensors[part] for part in self._parts(name)]
+        alike = len({part.type for part in parts}) == 1
+        return self._joined()[name][0].by_rows and alike and all(is_packed(part) for part in parts)
 
     def _parts(self, name: str) -> list[str]:
         """The names of the parts of a tensor that is joined."""

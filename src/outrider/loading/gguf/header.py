@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.errors import ModelLoadError
 from outrider.kernels.formats import StoredWeight
 from outrider.kernels.gguf_blocks import GGUF_TYPES, NARROWED_TYPES, in_order
 from outrider.kernels.packed import release
@@ -30,7 +30,9 @@ from outrider.kernels.rounding import parts
 # sizes is compared with its own size before anything is allocated.
 
 
-_AGAIN = "Download the file again."
+#: What to do with a file that cannot be loaded.
+ORIGINAL = 'Give the original checkpoint in safetensors; quantization="int4" rounds it while it is loaded.'
+AGAIN = "Download the file again."
 #: The types of values of one size, by their numbers in files.
 _VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -138,7 +140,7 @@ def read_gguf(model: str) -> GgufFile:
             for name in tensors.keys() & held.keys():
                 raise _MalformedError(f"another file of it holds the tensor {name}, too")
         except (_MalformedError, OSError, UnicodeDecodeError, MemoryError) as error:
-            raise ModelLoadError(str(path), f"it is no sound GGUF file: {error}", _AGAIN) from error
+            raise ModelLoadError(str(path), f"it is no sound GGUF file: {error}", AGAIN) from error
         metadata = metadata or found
         tensors |= held
     return GgufFile(model, metadata, tensors)
@@ -324,73 +326,6 @@ class _HeaderReader:
         if kind not in _TYPES:
             raise _MalformedError(f"{name} has a type of number {kind}, which is not known")
         return name, shape, _TYPES[kind], offset
-
-
-# --- The values of a GGUF file that describe its model, each checked when it is read.
-
-
-#: What to do with a file that cannot be loaded.
-ORIGINAL = 'Give the original checkpoint in safetensors; quantization="int4" rounds it while it is loaded.'
-AGAIN = "Download the file again."
-
-
-class Values:
-    """The values of a file that describe its model."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.file = file
-        self.architecture = self._text("general.architecture")
-
-    def _text(self, key: str) -> str:
-        found = self.file.metadata.get(key)
-        if not isinstance(found, str):
-            raise ModelLoadError(self.file.path, f"its {key} is {found!r}, and no text", AGAIN)
-        return found
-
-    @property
-    def num_layers(self) -> int:
-        """The layers of the model, without those behind them that predict several tokens."""
-        layers, behind = self.count("block_count"), self.get("nextn_predict_layers") or 0
-        if not isinstance(behind, int) or not 0 <= behind < layers:
-            raise self._wrong("nextn_predict_layers", behind, f"no number of some of its {layers} layers")
-        return layers - behind
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1 on."""
-        found = self._get(name, default)
-        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found < 2**31:
-            raise self._wrong(name, found, "no whole number from 1 on")
-        return found
-
-    def natural(self, name: str) -> int:
-        """A whole number from 0 on; 0 where the file says none."""
-        return self.count(name) if self.get(name) else 0
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive number: the shortest one that has the file's bits. A file has 32 bits of what a configuration says."""
-        found = self._get(name, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < float("inf"):
-            raise self._wrong(name, found, "no positive number")
-        narrow = np.float32(found)
-        return float(str(narrow)) if narrow == found else float(found)
-
-    def get(self, name: str) -> Any:
-        """A value of the architecture, or None."""
-        return self.file.metadata.get(f"{self.architecture}.{name}")
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.file.tensors
-
-    def refuse(self, what: str) -> UnsupportedModelError:
-        """The error for something that is not known of this architecture."""
-        return UnsupportedModelError(self.file.path, f"it has {what}, which is not known of GGUF files here", ORIGINAL)
-
-    def _get(self, name: str, default: Any) -> Any:
-        found = self.get(name)
-        return default if found is None else found
-
-    def _wrong(self, name: str, found: object, why: str) -> ModelLoadError:
-        return ModelLoadError(self.file.path, f"its {self.architecture}.{name} is {found!r}, and {why}", AGAIN)
 
 
 # --- Tensors of GGUF files as weights that stay in their blocks.

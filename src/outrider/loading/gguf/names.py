@@ -95,11 +95,85 @@ WITH_LATENTS = {
     "attn_k_b.weight": "self_attn.kv_b_proj.weight[0]",
     "attn_v_b.weight": "self_attn.kv_b_proj.weight[1]",
 }
+#: Of OLMo 2, which has norms behind the parts of a layer alone.
+WITH_POST_NORMS_ALONE = {
+    **{name: stock for name, stock in LAYER.items() if name not in ("attn_norm", "ffn_norm")},
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+#: Of StarCoder 2 and Phi-2, whose feed-forward has no gates.
+WITHOUT_GATES = {
+    **{name: stock for name, stock in LAYER.items() if not name.startswith("ffn_")},
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+PHI_2 = {
+    **WITHOUT_GATES,
+    "attn_output": "self_attn.dense",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+    "output_norm": "model.final_layernorm",
+}
+#: Of the experts of Granite.
+WITH_SPARSE_EXPERTS = {
+    **{name: stock.replace("mlp.", "block_sparse_moe.") for name, stock in WITH_EXPERTS.items()},
+    "ffn_gate_inp": "block_sparse_moe.router",
+}
+#: Of the experts of ERNIE 4.5 and of Hunyuan.
+ERNIE = {**WITH_ROUTED_EXPERTS, "exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"}
+HUNYUAN = {
+    **WITH_EXPERTS,
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+    "ffn_gate_inp": "mlp.gate.wg",
+    **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+#: Of the scan of Mamba-2.
+SCAN = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+    "ssm_a": "mamba.A_log",
+    "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+}
+#: Of Granite 4, whose feed-forward of all tokens stands beside experts, or alone.
+WITH_SCANS = {
+    **WITH_SPARSE_EXPERTS,
+    **SCAN,
+    **{f"ffn_gate{kind}.weight": "shared_mlp.input_linear.weight[0]" for kind in ("", "_shexp")},
+    **{f"ffn_up{kind}.weight": "shared_mlp.input_linear.weight[1]" for kind in ("", "_shexp")},
+    **{f"ffn_down{kind}": "shared_mlp.output_linear" for kind in ("", "_shexp")},
+}
+#: Of LFM2, with short convolutions, and with experts in some layers.
+CONVOLUTIONS = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    **{name: stock.replace("mlp.", "feed_forward.") for name, stock in EXPERTS.items()},
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+    "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.embedding_norm",
+}
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-#: What transformers has as a parameter of another module, without ".weight".
-_BARE = ("self_attn.sinks", *EXPERTS.values())
-#: The names of tensors of a layer, as llama.cpp and as transformers have them. A tensor of a file may be several ones of
-#: transformers. A name with its ending stands for one of transformers with its own.
+#: How the names end of what transformers has as a parameter of another module, without ".weight".
+_BARE = (".sinks", "]")
+#: The names of tensors of a layer, as llama.cpp and as transformers have them, and those outside of layers that differ.
+#: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own.
 LayerNames = Mapping[str, str | tuple[str, ...]]
 
 
@@ -111,8 +185,8 @@ def stock_names(layer: LayerNames, name: str) -> list[str]:
         name: llama.cpp's.
     """
     place, _, kind = name.rpartition(".")
-    if place in _MODEL:
-        return [f"{_MODEL[place]}.{kind}"]
+    if "." not in place and (own := layer.get(place, _MODEL.get(place))) is not None:
+        return [f"{own}.{kind}"]
     number, part = layer_part(name)
     if number is None:
         return []
@@ -134,6 +208,6 @@ def _each(stock: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _with_kind(prefix: str, stock: str, kind: str) -> str:
-    if stock not in _BARE:
+    if not stock.endswith(_BARE):
         return f"{prefix}{stock}.{kind}"
     return prefix + (stock if kind == "weight" else stock.replace("[", f"_{kind}["))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from outrider.errors import ModelLoadError
-from outrider.loading.gguf.header import AGAIN, Values
+from outrider.loading.gguf.header import AGAIN
+from outrider.loading.gguf.values import Values
 
 #: Factors of the rotary frequencies, which belong to no module of transformers.
 FREQUENCY_FACTORS = "rope_freqs.weight"
