@@ -21,6 +21,7 @@ from outrider.config import CacheConfig, ModelConfig, QuantizationName, Schedule
 from outrider.engine.drafting.proposers import ProposerSet
 from outrider.engine.engine import Engine
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError, ProfileMismatchError
+from outrider.heads.formats.mtp import carries_mtp, read_mtp_config
 from outrider.kernels.library import kernel_library
 from outrider.loading.configuration import FILE_ROUNDING, has_rounded_weights, read_needs
 from outrider.loading.fit import Needs, needs
@@ -270,6 +271,7 @@ class EnginePlan:
         """
         config = self.model
         loaded = self._load(model, tokenizer, consume=consume)
+        usual = self.defaults.with_carried("mtp") if _carries_mtp(loaded) else self.defaults
         given = {draft_name(draft_model): draft_model} if isinstance(draft_model, torch.nn.Module) else {}
         drafts = DraftLoader(loaded, config, self.cache, self.scheduling, given)
         runner = make_runner(
@@ -278,21 +280,28 @@ class EnginePlan:
             self.cache,
             self.scheduling,
             batch_invariant=config.batch_invariant,
-            beside=self._beside(loaded, drafts),
+            beside=self._beside(loaded, drafts, usual),
         )
         drafts.serve(runner)
-        defaults = self._defaults_for(runner)
+        defaults = self._defaults_for(runner, usual)
         longest = loaded.max_model_len if loaded.encoder is None else loaded.encoder.max_source_len
         prompts = PromptEncoder(loaded.tokenizer, None if self.embedded else config.model, longest)
         default_params = checkpoint_params(loaded)
         proposers = ProposerSet(Target(runner), self.scheduling.max_num_batched_tokens, drafts, defaults.kept)
         engine = Engine(runner, self.scheduling, proposers)
-        engine.load_method(defaults.config)  # what cannot be used is better known now than at the first prompt
+        try:
+            engine.load_method(defaults.config)  # what cannot be used is better known now than at the first prompt
+        except ModelError as error:
+            if defaults is not usual or usual is self.defaults:
+                raise
+            logger.warning("%s carries layers that predict several tokens, which are not used: %s", loaded.name, error)
+            defaults = self.defaults
+            engine.load_method(defaults.config)
         return BuiltEngine(engine, prompts, default_params, defaults)
 
-    def _beside(self, loaded: LoadedModel, drafts: DraftLoader) -> Beside:
+    def _beside(self, loaded: LoadedModel, drafts: DraftLoader, usual: SpeculationDefaults) -> Beside:
         """What all proposers that are known already take beside the target: their layers, and draft models."""
-        configs = [self.defaults.config] if self.recommended is None else [self.defaults.config, self.recommended.config]
+        configs = [usual.config] if self.recommended is None else [usual.config, self.recommended.config]
         parts = [part for config in configs for each in config.candidates for part in parts_of(each)]
         added = sum(part.method.added_token_bytes(loaded) for part in parts if part.method is not None)
         models = {method.identity: method for part in parts for method in draft_models(part) if method.model is not None}
@@ -313,18 +322,32 @@ class EnginePlan:
         check_sources(model=self.model.model)
         return load_model(self.model, tokenizer, kv_tokens=self.cache.num_tokens)
 
-    def _defaults_for(self, runner: ModelRunner) -> SpeculationDefaults:
+    def _defaults_for(self, runner: ModelRunner, usual: SpeculationDefaults) -> SpeculationDefaults:
         """As the profile recommends, where there is one and it holds for this model and this machine."""
         if self.recommended is None:
-            return self.defaults
+            return usual
         path, profile, config = self.recommended
         found = Identity.of(runner, self.model)
         profile.check_model(path, found)
         misfit = profile.misfit(found)
         if misfit:
             logger.warning("%s: the profile is ignored, since it was made for other circumstances: %s", path, misfit)
-            return self.defaults
+            return usual
         return replace(self.defaults, config=self.defaults.complete(config))
+
+
+def _carries_mtp(loaded: LoadedModel) -> bool:
+    """Whether the files of a target hold layers that predict several tokens, in a form that can be computed. The hub is not
+    asked again."""
+    if loaded.file is None and loaded.source is None:
+        return False
+    try:
+        folder = loaded.folder(local=True)
+        config = loaded.model.config.get_text_config(decoder=True)
+        return carries_mtp(folder, config) and read_mtp_config(folder, config).num_layers > 0
+    except (InputError, ModelError) as error:
+        logger.debug("%s: its layers that predict several tokens are not read: %s", loaded.name, error)
+        return False
 
 
 def model_name(model: Any) -> Any:

@@ -47,7 +47,7 @@ def _config(family: str) -> Any:
         )
     if family == "gpt2":
         return t.GPT2Config(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=4, n_head=4, n_positions=160, **_NO_ENDS)
-    name, values = {**_MORE, **_OUTSIDE, **_RUNNING, **_PREDICTING}[family]
+    name, values = {**_MORE, **_OUTSIDE, **_RUNNING, **_IN_FILES}[family]
     return getattr(t, name)(**{**_SHAPE, **values})
 
 
@@ -230,8 +230,8 @@ RUNNING = tuple(_RUNNING)
 _ROUTED: dict[str, Any] = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
 }  # fmt: skip
-#: Families with experts that files have: most are published with layers which predict several tokens.
-_PREDICTING: dict[str, tuple[str, dict[str, Any]]] = {
+#: Families of GGUF files. Most of those with experts are published with layers which predict several tokens.
+_IN_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": (
         "Glm4MoeConfig", {**_ROUTED, "head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True},
     ),
@@ -250,6 +250,13 @@ _PREDICTING: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "minimax_m2": ("MiniMaxM2Config", {**_EXPERTS, "head_dim": 8, "intermediate_size": 16, "rotary_dim": 4}),
+    "dots1": ("Dots1Config", {**_ROUTED, "head_dim": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    "exaone4": ("Exaone4Config", {"head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 4}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 8}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 8, "tie_word_embeddings": False}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {"head_dim": 8}),
+    "nemotron": ("NemotronConfig", {"head_dim": 8}),
     "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"num_experts": 4, "moe_topk": 2, "head_dim": 8}),
     "mimo_v2_flash": (
         "MiMoV2FlashConfig", {**_ROUTED, "head_dim": 8, "v_head_dim": 6, "sliding_window": WINDOW},

@@ -92,7 +92,7 @@ class WrittenFamily:
                 yield ChangedTensor(found + kind, stock, arranged, change=change)
 
     def _usual(self, stock: str) -> Change:
-        return self.norms if "norm" in stock else AS_IT_IS
+        return self.norms if stock.endswith("norm.weight") else AS_IT_IS
 
 
 def save(family: str, path: Path, **changes: Any) -> str:
@@ -351,6 +351,12 @@ def _scan_parts(config: Any) -> dict[str, list[Part]]:
     }
 
 
+def _describe_windows(writer: Any, config: Any) -> None:
+    if config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+
+
 def _describe_ernie(writer: Any, config: Any) -> None:
     writer.add_expert_shared_feed_forward_length(config.intermediate_size // config.num_key_value_heads)
 
@@ -375,6 +381,16 @@ WRITTEN: dict[str, WrittenFamily] = {
     "qwen3_5_text": WrittenFamily("qwen35", {}, _describe_qwen35, _delta_by_turns, PLUS_ONE),
     "qwen3_5_moe_text": WrittenFamily("qwen35moe", _SHARED, _describe_qwen35, _delta_by_turns, PLUS_ONE),
     "qwen3_next": WrittenFamily("qwen3next", _SHARED, _describe_delta, _delta_by_keys, PLUS_ONE),
+    "qwen2_moe": WrittenFamily("qwen2moe", _SHARED),
+    "olmoe": WrittenFamily("olmoe"),
+    "minimax_m2": WrittenFamily("minimax-m2", {}, _describe_sigmoid),
+    "dots1": WrittenFamily("dots1", _ROUTED, _describe_sigmoid),
+    "exaone4": WrittenFamily("exaone4", {}, _describe_windows),
+    "seed_oss": WrittenFamily("seed_oss"),
+    "ernie4_5": WrittenFamily("ernie4_5"),
+    "hunyuan_v1_dense": WrittenFamily("hunyuan-dense"),
+    "arcee": WrittenFamily("arcee", parts=_rotated),
+    "nemotron": WrittenFamily("nemotron", {"norm_eps": "layer_norm_eps"}, norms=PLUS_ONE),
     "glm4": WrittenFamily("glm4"),
     "olmo2": WrittenFamily("olmo2"),
     "smollm3": WrittenFamily("smollm3", parts=_rotated),
@@ -419,6 +435,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _HEADS,
     "qwen3_5_moe_text": _HEADS | _SMALL_EXPERTS,
     "qwen3_next": _HEADS | _SMALL_EXPERTS,
+    "qwen2_moe": _SMALL_EXPERTS | {"norm_topk_prob": False},
+    "olmoe": {"intermediate_size": 256},
+    "minimax_m2": {},
+    "dots1": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.5},
+    "exaone4": {"layers": 4},
+    "seed_oss": {"attention_bias": True},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "arcee": {},
+    "nemotron": {},
     "glm4": {"attention_bias": True},
     "olmo2": {},
     "smollm3": {"layers": 4, "no_rope_layers": [1, 1, 1, 0], "tie_word_embeddings": False},

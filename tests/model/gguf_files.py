@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Written:
         vocabulary: Writes the vocabulary.
         more: Tensors of zeros beside those of the model, by their names.
         without: Values of attention that are left out.
+        behind: Tensors of layers behind those of the model, with their numbers.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Written:
         vocabulary: Any = None,
         more: dict[str, tuple[int, ...]] | None = None,
         without: tuple[str, ...] = (),
+        behind: Iterable[tuple[FileTensor, Tensor]] = (),
         **metadata: Any,
     ) -> None:
         import gguf
@@ -85,10 +87,11 @@ class Written:
             vocabulary(writer)
         for factors, value in frequency_factors(config).items():
             writer.add_tensor(factors, value)
-        for turn, tensor in enumerate((family.tensors if family else file_tensors)(config, state)):
+        own = [(tensor, state[tensor.stock]) for tensor in (family.tensors if family else file_tensors)(config, state)]
+        for turn, (tensor, weight) in enumerate([*own, *behind]):
             matrix = is_matrix(tensor.name) and not tensor.name.endswith(KEPT)
             kind = _kind(kinds, turn, tensor.name) if matrix else "F32"
-            self._add(writer, tensor, state[tensor.stock], kind, turn)
+            self._add(writer, tensor, weight, kind, turn)
         for extra, shape in (more or {}).items():
             writer.add_tensor(extra, np.zeros(shape, np.float32))
         writer.write_header_to_file()
@@ -114,7 +117,7 @@ class Written:
     def plain(self, folder: Path) -> str:
         """The same model as a checkpoint in full precision."""
         state: dict[str, Tensor] = self.model.state_dict()
-        for name, value in self.values.items():
-            state[name].copy_(value)
+        for name in state.keys() & self.values.keys():
+            state[name].copy_(self.values[name])
         self.model.save_pretrained(folder)
         return str(folder)

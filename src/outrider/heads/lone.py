@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider.errors import ModelLoadError
 from outrider.kernels.library import KernelLibrary
+from outrider.kernels.weights import ExpertStack
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import attempt, exclusive_transformers
 from outrider.loading.sources import WHOLE
@@ -173,6 +174,10 @@ class LoneDecoder(nn.Module):
         """The weights by the names that `load_lone_decoder` takes, as a checkpoint of the type has them."""
         return _saved(self.stack)
 
+    def expert_stacks(self) -> list[ExpertStack]:
+        """The weights of a mixture of experts, where it has one."""
+        return hf_modules.expert_stacks(self.stack)
+
     def use_packed_experts(self, library: KernelLibrary) -> None:
         """Let our kernels compute a mixture of experts, where it has a form that they know."""
         hf_modules.use_packed_experts(self.stack, library)
@@ -210,13 +215,18 @@ def lone_config(config: Any, *, experts: bool, layer_type: str | None) -> Any:
 def kept_widths(config: Any) -> KeptWidths:
     """What the layer of a `lone_config` keeps of a token, as its own code says."""
     with torch.device("meta"):
-        decoder = LoneDecoder(_empty(str(config.model_type), config))
+        decoder = LoneDecoder(empty_lone(str(config.model_type), config))
         keys, values = decoder.keys_and_values(torch.empty(1, config.hidden_size, dtype=decoder.stack.dtype), [0])
     return KeptWidths(keys.shape[1], keys.shape[2], values.shape[2])
 
 
 def load_lone_decoder(
-    name: str, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    name: str,
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    fill: Callable[[nn.Module], None] = lambda model: None,
 ) -> LoneDecoder:
     """A layer with its weights.
 
@@ -226,13 +236,14 @@ def load_lone_decoder(
         tensors: By name, as a checkpoint of the type names them behind "model.": "layers.0.*" and "norm.weight".
         dtype: Of the weights.
         device: Where they lie.
+        fill: Gives the model what `tensors` have no numbers for.
 
     Raises:
         ModelLoadError: A tensor is missing, of another shape, or belongs to no part of the layer.
     """
     state = {f"model.{key}": tensor for key, tensor in tensors.items()}
     state |= {key: torch.zeros(1, config.hidden_size) for key in _UNUSED}
-    load, how = type(_empty(name, config)).from_pretrained, {"config": config, "state_dict": state, "dtype": dtype}
+    load, how = type(empty_lone(name, config)).from_pretrained, {"config": config, "state_dict": state, "dtype": dtype}
     problem = "its layers that predict several tokens cannot be read"
     with exclusive_transformers():
         model, info = attempt(name, problem, load, None, output_loading_info=True, ignore_mismatched_sizes=True, **how)
@@ -241,10 +252,14 @@ def load_lone_decoder(
         found = sorted(str(each[0] if isinstance(each, tuple) else each) for each in info.get(kind) or ())
         if found:
             raise ModelLoadError(name, f"{problem}: {found[0].removeprefix('model.')} is {fault}", _DOWNLOAD)
-    return LoneDecoder(model.eval().requires_grad_(False).to(device))
+    model = model.eval().requires_grad_(False).to(device)
+    fill(model)
+    return LoneDecoder(model)
 
 
-def _empty(name: str, config: Any) -> Any:
+def empty_lone(name: str, config: Any) -> Any:
+    """A model of one layer without weights, of a configuration from `lone_config`; the errors are those of
+    `load_lone_decoder`."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

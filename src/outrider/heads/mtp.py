@@ -13,8 +13,11 @@ from outrider.errors import ModelLoadError
 from outrider.heads.checkpoint import use_kernels
 from outrider.heads.eagle import FeatureHead
 from outrider.heads.formats.mtp import MtpConfig, MtpTensors, read_mtp, read_mtp_config
-from outrider.heads.lone import LoneDecoder, Look, kept_widths, load_lone_decoder
+from outrider.heads.lone import LoneDecoder, Look, empty_lone, kept_widths, load_lone_decoder
 from outrider.kernels.library import kernel_library
+from outrider.kernels.weights import keep_quantised, round_rows
+from outrider.loading.gguf.header import is_gguf
+from outrider.loading.gguf.prediction import PredictionLayers
 from outrider.model.target import Target
 
 
@@ -46,7 +49,7 @@ class MtpHead(FeatureHead):
 
     Args:
         target: The target.
-        folder: Of a checkpoint that holds them; None for the target's own.
+        folder: A folder or GGUF file that holds them; None for the target's own.
 
     Raises:
         InvalidParameterError: There is no such folder.
@@ -62,7 +65,14 @@ class MtpHead(FeatureHead):
         self.window = config.window
         self.aux_layers = (target.num_layers,)
         place = (target.dtype, target.device)
-        layers = [load_mtp_layer(folder, config, tensors, *place) for tensors in read_mtp(folder, target.config)]
+        if is_gguf(folder):
+            file = PredictionLayers(folder, target.config)
+            layers = [load_file_layer(folder, config, file, number, *place) for number in range(config.num_layers)]
+            if target.rounds_rows:
+                for layer in layers:
+                    round_rows(layer, layer.decoder.expert_stacks())
+        else:
+            layers = [load_mtp_layer(folder, config, tensors, *place) for tensors in read_mtp(folder, target.config)]
         self._layers = nn.ModuleList(layers)
         library = kernel_library()
         if library is not None:
@@ -139,6 +149,32 @@ def load_mtp_layer(
     own = {name: getattr(tensors, name).to(device, dtype) for name in shapes}
     decoder = load_lone_decoder(folder, config.layer, tensors.decoder, dtype, device)
     return MtpLayer(tensors._replace(**own), decoder)
+
+
+def load_file_layer(
+    path: str, config: MtpConfig, file: PredictionLayers, place: int, dtype: torch.dtype, device: torch.device
+) -> MtpLayer:
+    """A layer of a GGUF file, whose matrices stay in their blocks.
+
+    Args:
+        path: The file, to name.
+        config: Of the layer.
+        file: Its layers.
+        place: Its number among them.
+        dtype: Of what is not in blocks.
+        device: Where it lies.
+
+    Raises:
+        ModelLoadError: A tensor is missing, of another shape, or holds NaN or infinity.
+        UnsupportedModelError: It has a tensor that is not known of its architecture.
+    """
+    read = file.read(place, config.layer, empty_lone(path, config.layer), dtype)
+    decoder = load_lone_decoder(path, config.layer, read.decoder, dtype, device, read.fill)
+    own = (tensor.to(device, dtype) for tensor in (read.fc, read.embedding_norm, read.hidden_norm))
+    layer = MtpLayer(MtpTensors(*own, read.decoder), decoder)
+    if read.stored is not None:
+        keep_quantised(layer.fc, read.stored)
+    return layer
 
 
 def _norm_of(decoder: LoneDecoder, weight: Tensor) -> nn.Module:

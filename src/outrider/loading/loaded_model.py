@@ -72,6 +72,7 @@ class LoadedModel:
             validated.
         rounds_rows: Whether what enters its linear layers is rounded to 8 bits.
         source: How the files of its checkpoint are found again; None where it is no folder and not on the hub.
+        file: The GGUF file that it comes from, if it comes from one.
         encoder: What reads a source before a text begins; None for a decoder alone.
     """
 
@@ -88,6 +89,7 @@ class LoadedModel:
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     rounds_rows: bool = False
     source: Mapping[str, Any] | None = None
+    file: str | None = None
     encoder: EncoderFacts | None = None
 
     @cached_property
@@ -124,17 +126,23 @@ class LoadedModel:
         rows = ", rows of 8 bits where weights are rounded" if self.rounds_rows else ""
         return f"{str(self.dtype).removeprefix('torch.')}{rows}"
 
-    def folder(self) -> str:
-        """The folder of its checkpoint.
+    def folder(self, *, local: bool = False) -> str:
+        """The folder of its checkpoint, or its GGUF file.
+
+        Args:
+            local: Whether the hub is not to be asked.
 
         Raises:
-            UnsupportedModelError: It comes from a file of another kind, or was handed over as a module.
+            UnsupportedModelError: It was handed over as a module.
             ModelLoadError: The hub does not give it.
         """
+        if self.file is not None:
+            return self.file
         if self.source is None:
             problem = "its weights are not in a folder with safetensors"
             raise UnsupportedModelError(self.name, problem, "Load the model from its folder or from the hub.")
-        return str(local_folder(self.name, dict(self.source)))
+        source = {**self.source, "local_files_only": True} if local else dict(self.source)
+        return str(local_folder(self.name, source))
 
 
 def describe_model(

@@ -194,7 +194,7 @@ def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device,
         checkpoint.fill(model, dtype)
         model.generation_config.eos_token_id = end_tokens(file) or None
         loaded = _loaded(_as_llama_cpp(config, file, model), model, own_tokenizer, device, longest)
-    return replace(loaded, generation_defaults=sampling_defaults(file))
+    return replace(loaded, generation_defaults=sampling_defaults(file), file=config.model)
 
 
 def _quantised_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:

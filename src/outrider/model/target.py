@@ -62,6 +62,7 @@ class Target:
         device: Where it lies.
         text_start: What every text begins with, where an encoder reads the prompt; None where texts begin with their
             prompts.
+        rounds_rows: Whether what enters its linear layers is rounded to 8 bits.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -79,6 +80,7 @@ class Target:
         self.dtype = loaded.dtype
         self.device = loaded.device
         self.text_start = loaded.text_start
+        self.rounds_rows = loaded.rounds_rows
 
     @property
     def config(self) -> Any:
@@ -91,7 +93,7 @@ class Target:
         return self._runner.backend.name == FusedDecoder.name
 
     def folder(self) -> str:
-        """The folder of its checkpoint, which may hold more than the model; for errors see `LoadedModel.folder`."""
+        """The folder of its checkpoint, or its file, which may hold more than the model; for errors see `LoadedModel.folder`."""
         return self._runner.loaded.folder()
 
     @torch.inference_mode()

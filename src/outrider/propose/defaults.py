@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from typing import Any, Self
 
@@ -20,10 +20,12 @@ class SpeculationDefaults:
     Attributes:
         config: The settings of calls that bring none.
         embedded_draft: The draft model that comes with the package, where the target came with it too.
+        left_open: Whether nobody said who drafts.
     """
 
     config: SpeculationConfig = PLAIN
     embedded_draft: str | None = None
+    left_open: bool = False
 
     @classmethod
     def of(cls, speculation: Any, draft_model: str | PathLike[str] | None, embedded_draft: str | None) -> Self:
@@ -38,7 +40,18 @@ class SpeculationDefaults:
             InputError: They do not fit together.
         """
         asked = with_draft_model(Auto.name if speculation is None else speculation, draft_model)
-        return cls(cls(embedded_draft=embedded_draft).complete(asked), embedded_draft)
+        config = SpeculationConfig.of(asked)
+        left_open = isinstance(config.method, Auto) and not config.method.methods and embedded_draft is None
+        return cls(cls(embedded_draft=embedded_draft).complete(asked), embedded_draft, left_open)
+
+    def with_carried(self, name: str) -> Self:
+        """The settings for a target whose own checkpoint carries what this method drafts with, where nobody said who
+        drafts."""
+        if not self.left_open:
+            return self
+        longest = self.config.num_draft_tokens
+        methods = with_chain(usual_methods(SpeculationConfig.of(name).method, longest))
+        return replace(self, config=self.config.replace(method=Auto(methods=methods)), left_open=False)
 
     @property
     def draft(self) -> DraftModel | None:
@@ -110,13 +123,13 @@ class SpeculationDefaults:
         return whole.with_nested({place: self._inner(place, inner) for place, inner in whole.nested.items()})
 
 
-def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draft_tokens) -> tuple[SpeculationConfig, ...]:
+def usual_methods(draft: Method | None, longest: int = Auto.default_num_draft_tokens) -> tuple[SpeculationConfig, ...]:
     """What the engine chooses from where nobody says: a lookup, beside a draft model if there is one, and else beside what
     the target held likely before. Its own first layers draft only where a request says so: without a head that was trained
     to exit there they cost more than they bring.
 
     Args:
-        draft: The draft model.
+        draft: The draft model, or what the target's own checkpoint carries.
         longest: Most draft tokens.
     """
     methods = ("suffix", "token_recycling") if draft is None else (draft, "suffix")
@@ -124,10 +137,10 @@ def usual_methods(draft: DraftModel | None, longest: int = Auto.default_num_draf
 
 
 def with_chain(methods: tuple[SpeculationConfig, ...]) -> tuple[SpeculationConfig, ...]:
-    """The usual methods, and where one is a draft model, also the lookup with the draft model behind it: what is looked up
+    """The usual methods, and where one is a draft model or a head, also the lookup with that behind it: what is looked up
     costs nothing, and where nothing is found the model drafts.
     """
-    if not any(isinstance(each.method, DraftModel) for each in methods):
+    if not any(each.name in (DraftModel.name, "mtp") for each in methods):
         return methods
     return (*methods, SpeculationConfig(method=Then(methods=methods[::-1]), num_draft_tokens=methods[0].num_draft_tokens))
 

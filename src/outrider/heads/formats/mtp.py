@@ -11,6 +11,8 @@ transformers leaves these tensors out when it loads the model. They are read her
 - MiMo-7B: `model.mtp_layers.i.*` with `input_proj`, `token_layernorm`, `hidden_layernorm` and `final_layernorm`.
 - speculators, in a folder beside the checkpoint: `mtp_layers.0.*` with the same names.
 
+GGUF files have them as `blk.{L + i}.*` with `nextn.*`, and are read as the second layout is.
+
 All of them read [embedding, hidden state], each behind a norm of its own, but MiMo-7B reads [hidden state, embedding]; the
 halves of its projection are exchanged here. The hidden state is what the target's final norm leaves. What the next token
 reads, and the output layer too, is what the layer leaves behind its own norm. vLLM gives the next token what lies before
@@ -31,6 +33,7 @@ from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.folder import HeadTensor, list_tensors, read_tensors
 from outrider.heads.lone import lone_config
 from outrider.loading.gguf.header import is_gguf
+from outrider.loading.gguf.prediction import PredictionLayers, carries_prediction_layers
 
 _DOWNLOAD = "Download or save the checkpoint again."
 #: Types of models in whose checkpoints such a layer is two: attention, and behind it experts.
@@ -147,16 +150,18 @@ def read_mtp_config(folder: str, config: Any) -> MtpConfig:
     """What a checkpoint says of its layers, without their numbers.
 
     Args:
-        folder: Of the checkpoint.
+        folder: Of the checkpoint, or its GGUF file.
         config: transformers' configuration of the model.
 
     Raises:
         InvalidParameterError: No such folder.
+        HeadMismatchError: A file is one of another model.
         UnsupportedModelError: It has no such layers, or such that are not computed.
         ModelLoadError: They are not complete, or the files cannot be read.
     """
     _check_kind(folder, config)
-    layout, names = _found(folder, config, list_tensors(folder))
+    file = PredictionLayers(folder, config) if is_gguf(folder) else None
+    layout, names = _found(folder, config, list_tensors(folder) if file is None else file.names)
     layers = sorted({int(match[1]) for each in names if (match := layout.layer.fullmatch(each))})
     first = _first(layout, config)
     missing = sorted({*range(first, layers[-1])} - {*layers})
@@ -166,11 +171,12 @@ def read_mtp_config(folder: str, config: Any) -> MtpConfig:
     experts = any(".mlp.experts." in each for each in names)
     layer = lone_config(config, experts=experts, layer_type=layout.layer_type)
     windowed = layout.layer_type == "sliding_attention" and getattr(layer, "layer_types", None) is not None
-    return MtpConfig(len(layers), layer, layer.sliding_window if windowed else None, layout.shared is not None)
+    shared = layout.shared is not None if file is None else file.shared
+    return MtpConfig(len(layers), layer, layer.sliding_window if windowed else None, shared)
 
 
 def read_mtp(folder: str, config: Any) -> list[MtpTensors]:
-    """The layers of a checkpoint; the arguments and errors are those of `read_mtp_config`."""
+    """The layers of a folder; the arguments and errors are those of `read_mtp_config`."""
     layout, names = _found(folder, config, list_tensors(folder))
     tensors = read_tensors(folder, names)
     first, count = _first(layout, config), read_mtp_config(folder, config).num_layers
@@ -183,6 +189,8 @@ def carries_mtp(folder: str, config: Any) -> bool:
     Raises:
         ModelLoadError: The files cannot be read.
     """
+    if is_gguf(folder):
+        return carries_prediction_layers(folder, config)
     return _layout_of(config, list_tensors(folder)) is not None
 
 
@@ -224,9 +232,6 @@ def name_mtp(layers: Sequence[MtpTensors], config: Any, folder: str | None) -> d
 
 def _check_kind(folder: str, config: Any) -> None:
     """Raise UnsupportedModelError for layers that are not computed."""
-    if is_gguf(folder):
-        problem = "layers that predict several tokens are not read from GGUF files, since no architecture with them is"
-        raise UnsupportedModelError(folder, problem, "Give the folder of the original checkpoint in safetensors.")
     if config.model_type in _OF_TWO_LAYERS:
         problem = f"a layer that predicts several tokens is two layers in a {config.model_type}, which is not computed"
         raise UnsupportedModelError(folder, problem, "Use another method.")

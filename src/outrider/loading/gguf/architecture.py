@@ -106,9 +106,40 @@ ARCHITECTURES = {
     "mistral3": Architecture(
         "MistralConfig", arranged=ROTATED, adjusted=families.without_window, rope=partial(_whole_rope, weighs=True)
     ),
-    "qwen2": Architecture("Qwen2Config"),
-    "qwen3": Architecture("Qwen3Config"),
-    "qwen3moe": Architecture("Qwen3MoeConfig", adjusted=families.qwen_3_experts, layer=names.WITH_EXPERTS, knows=_EXPERTS),
+    # Positions of pictures have several numbers, which are one in a text.
+    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("Qwen2Config")),
+    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("Qwen3Config")),
+    **dict.fromkeys(
+        ("qwen3moe", "qwen3vlmoe"),
+        Architecture("Qwen3MoeConfig", adjusted=families.qwen_3_experts, layer=names.WITH_EXPERTS, knows=_EXPERTS),
+    ),
+    "qwen2moe": Architecture(
+        "Qwen2MoeConfig", adjusted=families.qwen_2_experts, layer=names.WITH_SHARED_EXPERT, knows=_EXPERTS
+    ),
+    "olmoe": Architecture("OlmoeConfig", adjusted=families.olmo_experts, layer=names.WITH_EXPERTS, knows=_EXPERTS),
+    "minimax-m2": Architecture(
+        "MiniMaxM2Config",
+        adjusted=families.minimax_experts,
+        layer=names.MINIMAX,
+        rope=partial_rope,
+        knows=(*_EXPERTS, families.GATING),
+    ),
+    "dots1": Architecture("Dots1Config", adjusted=families.dots, layer=names.WITH_ROUTED_EXPERTS, knows=_ROUTED),
+    "exaone4": Architecture(
+        "Exaone4Config",
+        adjusted=families.exaone_4,
+        layer=names.WITH_POST_NORMS_ALONE,
+        knows=("attention.sliding_window", _PREDICTED),
+    ),
+    "seed_oss": Architecture("SeedOssConfig", adjusted=families.seed, layer=names.WITH_NORM_BEHIND_ATTENTION),
+    "ernie4_5": Architecture("Ernie4_5Config", adjusted=families.ernie),
+    "hunyuan-dense": Architecture(
+        "HunYuanDenseV1Config", adjusted=families.with_biases, layer=names.HUNYUAN_WITHOUT_EXPERTS
+    ),
+    "arcee": Architecture("ArceeConfig", arranged=ROTATED, adjusted=families.llama),
+    "nemotron": Architecture(
+        "NemotronConfig", adjusted=families.llama, rope=partial_rope, offset_norms=True, epsilon=("norm_eps", _LAYER_NORM[1])
+    ),
     "phi3": Architecture(
         "Phi3Config",
         adjusted=families.phi_3,

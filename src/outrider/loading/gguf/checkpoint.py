@@ -55,6 +55,7 @@ class GgufCheckpoint:
         self._file, self._config, self._narrow = file, config, narrow
         self._known = architecture_of(file)
         self._tensors: dict[str, GgufTensor] = {}
+        self._sharing: dict[str, list[str]] = {}  # the tensors of transformers that one of the file holds
         behind = set[int]()
         for name, tensor in file.tensors.items():
             layer, _ = layer_part(name)
@@ -63,11 +64,12 @@ class GgufCheckpoint:
                 behind.add(layer)
             elif stock:
                 self._tensors |= dict.fromkeys(stock, tensor)
+                self._sharing[tensor.name] = stock
             elif name not in self._known.factors:
-                problem = f"it has a tensor {name}, which is not known of its architecture"
+                problem = f"it has a tensor {tensor.name}, which is not known of its architecture"
                 raise UnsupportedModelError(file.path, problem, ORIGINAL)
         if behind:
-            logger.info("%s: %d prediction layers are left out", file.path, len(behind))
+            logger.info("%s carries %d prediction layers: mtp", file.path, len(behind))
 
     @property
     def _predicts(self) -> bool:
@@ -75,9 +77,13 @@ class GgufCheckpoint:
         values = Values(self._file)
         return values.num_layers < values.count("block_count")
 
-    def check(self, empty: nn.Module) -> None:
+    def check(self, empty: nn.Module, without: tuple[str, ...] = ()) -> None:
         """Refuse a file whose tensors are not those of a model, before anything is read. What transformers would make for
         itself might be as large as any number in the file.
+
+        Args:
+            empty: The model, without weights.
+            without: Tensors of the model that the file need not have.
 
         Raises:
             ModelLoadError: A tensor is missing, has another shape, or is one that the model does not have.
@@ -85,6 +91,7 @@ class GgufCheckpoint:
         wanted = {name: tuple(weight.shape) for name, weight in empty.state_dict().items()}
         if self._config.tie_word_embeddings:
             wanted.pop("lm_head.weight", None)
+        wanted = {name: shape for name, shape in wanted.items() if name not in without}
         for projection in projections(empty):
             wanted.pop(projection.name)
             wanted.pop(f"{projection.name}_bias", None)
@@ -96,7 +103,7 @@ class GgufCheckpoint:
             if name not in wanted:
                 problem = f"it has a tensor {tensor.name}, which its architecture does not have"
                 raise ModelLoadError(self._file.path, problem, AGAIN)
-            rows = sum(wanted[other][0] for other in self._sharing(tensor) if other in wanted)
+            rows = sum(wanted[other][0] for other in self._sharing[tensor.name] if other in wanted)
             shape = (rows, *wanted[name][1:])
             flat = arrangement_of(self._known.arranged, name).flat and prod(tensor.shape) == prod(shape)
             if not flat and _squeezed(tensor.shape) != _squeezed(shape):
@@ -206,13 +213,9 @@ class GgufCheckpoint:
         """The tensors that are no parts of others, by transformers' names."""
         return [(name, tensor) for name, tensor in self._tensors.items() if not name.endswith("]")]
 
-    def _sharing(self, tensor: GgufTensor) -> list[str]:
-        """The tensors of transformers that one of the file holds."""
-        return stock_names(self._known.layer, tensor.name)
-
     def _floats(self, name: str, tensor: GgufTensor) -> Tensor:
         values, arranged = tensor.floats(), self._known.arranged
-        if self._known.offset_norms and "norm" in name and layer_name(name) not in arranged:
+        if self._known.offset_norms and name.endswith("norm.weight") and layer_name(name) not in arranged:
             values = values - 1
         order, columns = row_order(arranged, name, self._config), column_order(arranged, name, self._config)
         values = values if order is None else values[order]

@@ -69,6 +69,51 @@ def qwen_3_experts(values: Values) -> dict[str, Any]:
     }
 
 
+def qwen_2_experts(values: Values) -> dict[str, Any]:
+    """Experts whose weights are not made to add up to 1, and one that every token has."""
+    shared = values.count("expert_shared_feed_forward_length")
+    return qwen_3_experts(values) | {"norm_topk_prob": False, "shared_expert_intermediate_size": shared}
+
+
+def olmo_experts(values: Values) -> dict[str, Any]:
+    return qwen_3_experts(values) | {"norm_topk_prob": False}
+
+
+def minimax_experts(values: Values) -> dict[str, Any]:
+    """Experts by sigmoid, chosen with a bias."""
+    if values.get(GATING) not in (None, SIGMOID):
+        raise values.refuse(f"{GATING}={values.get(GATING)!r}")
+    return {
+        "num_local_experts": values.count("expert_count"),
+        "num_experts_per_tok": values.count("expert_used_count"),
+    }
+
+
+def exaone_4(values: Values) -> dict[str, Any]:
+    """Layers with a window rotate, and others do not where there are both."""
+    if not values.get("attention.sliding_window"):
+        return {"sliding_window": None, "layer_types": ["full_attention"] * values.num_layers}
+    kinds, layers = values.get("attention.sliding_window_pattern"), values.num_layers
+    windows = [(layer + 1) % 4 != 0 for layer in range(layers)] if kinds is None else kinds
+    if not isinstance(windows, list) or len(windows) < layers:
+        raise values.refuse(f"attention.sliding_window_pattern={kinds!r}")
+    return {
+        "sliding_window": values.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windows[:layers]],
+    }
+
+
+def seed(values: Values) -> dict[str, Any]:
+    return with_biases(values) | {
+        "attention_out_bias": values.has("blk.0.attn_output.bias"),
+        "mlp_bias": values.has("blk.0.ffn_up.bias"),
+    }
+
+
+def ernie(values: Values) -> dict[str, Any]:
+    return {"use_bias": values.has("blk.0.attn_q.bias")}
+
+
 def gpt_oss(values: Values) -> dict[str, Any]:
     return {
         "num_local_experts": values.count("expert_count"),
@@ -147,6 +192,11 @@ def latent(values: Values) -> dict[str, Any]:
         "qk_nope_head_dim": width - rotated,
         "v_head_dim": values.count("attention.value_length_mla", values.get("attention.value_length")),
     }
+
+
+def dots(values: Values) -> dict[str, Any]:
+    """Experts as in DeepSeek-V3."""
+    return routed(values) | with_biases(values) | {"sliding_window": None}
 
 
 def deepseek_3(values: Values) -> dict[str, Any]:

@@ -122,13 +122,18 @@ WITH_SPARSE_EXPERTS = {
 }
 #: Of the experts of ERNIE 4.5 and of Hunyuan.
 ERNIE = {**WITH_ROUTED_EXPERTS, "exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"}
+_HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+HUNYUAN_WITHOUT_EXPERTS = {**LAYER, **_HUNYUAN}
 HUNYUAN = {
     **WITH_EXPERTS,
-    "attn_q_norm": "self_attn.query_layernorm",
-    "attn_k_norm": "self_attn.key_layernorm",
+    **_HUNYUAN,
     "ffn_gate_inp": "mlp.gate.wg",
     **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
+#: Of MiniMax-M2, whose router has its bias beside it.
+MINIMAX = {**WITH_EXPERTS, "exp_probs_b.bias": "mlp.e_score_correction_bias"}
+#: Where the norm before the feed-forward is named as one behind attention.
+WITH_NORM_BEHIND_ATTENTION = {**LAYER, "post_attention_norm": "post_attention_layernorm"}
 #: Of the scan of Mamba-2.
 SCAN = {
     "ssm_in": "mamba.in_proj",
