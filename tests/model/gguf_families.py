@@ -160,6 +160,7 @@ EXPERTS: dict[str, list[Part]] = {
     "mlp.gate.moe_statics.e_score_correction_bias": [
         ("mlp.moe_statics.e_score_correction", lambda bias: bias[0], AS_IT_IS)
     ],
+    "mlp.e_score_correction_bias": [("block_sparse_moe.e_score_correction", _whole, AS_IT_IS)],
     "mlp.gate.e_score_correction_bias": [("mlp.gate.e_score_correction", _whole, AS_IT_IS)],
 }
 

@@ -76,7 +76,8 @@ def qwen_2_experts(values: Values) -> dict[str, Any]:
 
 
 def olmo_experts(values: Values) -> dict[str, Any]:
-    return qwen_3_experts(values) | {"norm_topk_prob": False}
+    counts = {"num_experts": values.count("expert_count"), "num_experts_per_tok": values.count("expert_used_count")}
+    return counts | {"norm_topk_prob": False}
 
 
 def minimax_experts(values: Values) -> dict[str, Any]:
