@@ -250,6 +250,15 @@ _IN_FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    # The last two layers read keys and values of the first two, and look as far.
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
     "minimax_m2": ("MiniMaxM2Config", {**_EXPERTS, "head_dim": 8, "intermediate_size": 16, "rotary_dim": 4}),
     "dots1": ("Dots1Config", {**_ROUTED, "head_dim": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}),
     "exaone4": ("Exaone4Config", {"head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 4}),
@@ -263,7 +272,7 @@ _IN_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
-FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", *_MORE)
+FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gpt2", *_MORE, "gemma4_text")
 #: Whose layers all, or some, look back over a window only.
 WINDOWED = ("mistral", "gemma2", "qwen2", "gemma3", "phi3", "starcoder2", "mixtral", "gpt_oss")
 

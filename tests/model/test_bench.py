@@ -131,7 +131,7 @@ def test_the_arithmetic_of_a_row_is_what_torch_counts(start: int) -> None:
 
 def test_a_row_attends_as_far_as_its_layer_reaches() -> None:
     reaches = (LayerReach(), LayerReach(window=4), LayerReach(chunk=4))
-    arithmetic = Arithmetic(row_weights=1000, head_weights=50, pair_operations=10, reaches=reaches)
+    arithmetic = Arithmetic(row_weights=1000, head_weights=50, pair_operations=(10,) * len(reaches), reaches=reaches)
     keys = (6 + 7 + 8) + (4 + 4 + 4) + (2 + 3 + 4)  # of the rows at 5, 6 and 7
     assert arithmetic.operations(5, 3) == 2 * (3 * 1000 + 50) + 10 * keys
 

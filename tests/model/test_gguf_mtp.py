@@ -198,9 +198,7 @@ def test_a_missing_norm_behind_the_layer_is_that_of_the_model(tmp_path: Path) ->
         ("blk.4.nextn.eh_proj", "layer 4 that predicts several tokens has no nextn.eh_proj.weight"),
     ],
 )
-def test_a_layer_that_lacks_a_tensor_is_refused_and_the_model_still_writes(
-    drop: str, told: str, tmp_path: Path
-) -> None:
+def test_a_layer_that_lacks_a_tensor_is_refused_and_the_model_still_writes(drop: str, told: str, tmp_path: Path) -> None:
     whole = written(made(QWEN, tmp_path / "source"), tmp_path / "whole.gguf", ("F32",), 1)
     llm = LLM(str(trimmed(whole.path, tmp_path / "m.gguf", (drop,))), speculation="none")
     with pytest.raises(ModelError, match=told) as caught:

@@ -176,12 +176,10 @@ def _weight_bytes(
 def _kv_bytes_per_token(hf_config: Any, dtype: torch.dtype) -> int:
     """Keys and values of a token in all layers that keep them, as usual attention does; 0 where the configuration does not
     say."""
-    text = hf_modules.decoder_config(hf_config)
     try:
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        layers = sum(StateKind.KEYS_AND_VALUES in layer.keeps for layer in hf_modules.layer_specs(hf_config))
-        return int(2 * layers * heads * head_dim * dtype.itemsize)
+        pairs = zip(hf_modules.layer_specs(hf_config), hf_modules.key_heads(hf_config), strict=True)
+        kept = [heads.count * heads.width for layer, heads in pairs if StateKind.KEYS_AND_VALUES in layer.keeps]
+        return int(2 * sum(kept) * dtype.itemsize)
     except (AttributeError, TypeError):
         return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -235,6 +235,31 @@ def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
     return tuple(_layer_spec(name, size, of_source) for name, size in _layers(config))
 
 
+class KeyHeads(NamedTuple):
+    """The heads of keys of a layer, and how many numbers each has."""
+
+    count: int
+    width: int
+
+
+def key_heads(config: Any) -> list[KeyHeads]:
+    """The heads of keys by layer, as usual attention has them. Those of Gemma 4 differ from layer to layer.
+
+    Raises:
+        AttributeError: The configuration does not say them.
+    """
+    text = decoder_config(config)
+    layers = range(text.num_hidden_layers)
+    own = [text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text for layer in layers]
+    return [
+        KeyHeads(
+            getattr(each, "num_key_value_heads", None) or each.num_attention_heads,
+            getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads,
+        )
+        for each in own
+    ]
+
+
 def _layer_spec(name: str, size: int | None, of_source: frozenset[StateKind]) -> LayerSpec:
     reach = LayerReach(chunk=size) if name == "chunked_attention" else LayerReach(window=size)
     return LayerSpec(name, _KEEPS.get(name, frozenset({StateKind.KEYS_AND_VALUES})) | of_source, reach)
@@ -245,10 +270,16 @@ def _layers(config: Any) -> list[tuple[str, int | None]]:
 
     Releases differ: older ones give one set of arguments for all layers, newer ones a set for each.
     """
-    types, arguments = get_layer_types_and_kwargs(decoder_config(config))
+    text = decoder_config(config)
+    types, arguments = get_layer_types_and_kwargs(text)
     each = arguments if isinstance(arguments, list) else [arguments] * len(types)
-    sizes = (extra.get("sliding_window") for extra in each)
-    return [(kind, None if kind == "full_attention" else size) for kind, size in zip(types, sizes, strict=True)]
+    found = [(kind, extra.get("sliding_window")) for kind, extra in zip(types, each, strict=True)]
+    # A cache of transformers holds nothing for layers that read keys and values of others. They look as far as these do.
+    for layer, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()):
+        if mode == "reuse":
+            kind = text.layer_types[layer]
+            found[layer] = (kind, text.sliding_window if kind == "sliding_attention" else None)
+    return [(kind, None if kind == "full_attention" else size) for kind, size in found]
 
 
 def fixed_rope_context(config: Any) -> int | None:

@@ -165,7 +165,7 @@ class Arithmetic:
 
     row_weights: int
     head_weights: int
-    pair_operations: int
+    pair_operations: tuple[int, ...]  # by layer
     reaches: tuple[LayerReach, ...]
 
     @classmethod
@@ -177,18 +177,20 @@ class Arithmetic:
         head = model.get_output_embeddings().weight
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         matrices = [w for w in model.parameters() if w.dim() == 2 and id(w) not in tables and w is not head]
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             row_weights=sum(w.numel() for w in matrices),
             head_weights=head.numel(),
-            pair_operations=4 * config.num_attention_heads * head_dim,
+            pair_operations=tuple(4 * config.num_attention_heads * heads.width for heads in hf_modules.key_heads(config)),
             reaches=tuple(layer.reach for layer in hf_modules.layer_specs(model.config)),
         )
 
     def operations(self, start: int, rows: int) -> int:
         """The operations of a pass with `rows` rows behind `start` tokens, which gives the logits of its last row."""
-        pairs = sum(_keys(reach, place) for reach in self.reaches for place in range(start, start + rows))
-        return 2 * (self.row_weights * rows + self.head_weights) + self.pair_operations * pairs
+        pairs = (
+            each * sum(_keys(reach, place) for place in range(start, start + rows))
+            for reach, each in zip(self.reaches, self.pair_operations, strict=True)
+        )
+        return 2 * (self.row_weights * rows + self.head_weights) + sum(pairs)
 
 
 def _keys(reach: LayerReach, place: int) -> int:

@@ -138,7 +138,11 @@ ARCHITECTURES = {
     ),
     "arcee": Architecture("ArceeConfig", arranged=ROTATED, adjusted=families.llama),
     "nemotron": Architecture(
-        "NemotronConfig", adjusted=families.llama, rope=partial_rope, offset_norms=True, epsilon=("norm_eps", _LAYER_NORM[1])
+        "NemotronConfig",
+        adjusted=families.llama,
+        rope=partial_rope,
+        offset_norms=True,
+        epsilon=("norm_eps", _LAYER_NORM[1]),
     ),
     "phi3": Architecture(
         "Phi3Config",

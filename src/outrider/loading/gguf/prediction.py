@@ -131,7 +131,7 @@ class PredictionLayers:
 def carries_prediction_layers(path: str, config: Any) -> bool:
     """Whether a file of this model holds such layers. Raises ModelLoadError for a file that cannot be read."""
     first = int(config.num_hidden_layers)
-    return any(_FC == part and (number or 0) >= first for number, part in map(layer_part, read_gguf(path).tensors))
+    return any(part == _FC and (number or 0) >= first for number, part in map(layer_part, read_gguf(path).tensors))
 
 
 def _check_target(path: str, found: Any, config: Any) -> None:
