@@ -48,14 +48,14 @@ class WrittenFamily:
 
     Attributes:
         architecture: llama.cpp's name.
-        values: The writer's methods for values of the configuration, by the names of these.
+        values: The writer's methods for values of the configuration, by their names; None for what `described` writes.
         described: Writes other values.
         parts: By the name of a tensor in its layer, what it becomes. Others are written as they are.
         norms: The change of norms that `parts` does not name.
     """
 
     architecture: str
-    values: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str | None] = field(default_factory=dict)
     described: Callable[[Any, Any], None] = lambda writer, config: None
     parts: Callable[[Any], dict[str, list[Part]]] = lambda config: {}
     norms: Change = AS_IT_IS
@@ -64,13 +64,14 @@ class WrittenFamily:
         """Write what a file says of the shape of a model."""
         for name, method in (COMMON | self.values).items():
             value = getattr(config, name, None)
-            if value is not None:
+            if value is not None and method is not None:
                 getattr(writer, f"add_{method}")(value)
-        for method in ("key_length", "value_length"):
-            getattr(writer, f"add_{method}")(config.head_dim)
         rope = config.rope_parameters
-        writer.add_rope_freq_base(rope["rope_theta"])
-        writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
+        if "rope_theta" in rope:  # else layers differ
+            for method in ("key_length", "value_length"):
+                getattr(writer, f"add_{method}")(config.head_dim)
+            writer.add_rope_freq_base(rope["rope_theta"])
+            writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
         self.described(writer, config)
 
     def tensors(self, config: Any, names: Iterable[str]) -> Iterator[FileTensor]:
@@ -352,6 +353,29 @@ def _scan_parts(config: Any) -> dict[str, list[Part]]:
     }
 
 
+def _describe_gemma_4(writer: Any, config: Any) -> None:
+    kinds, shared = config.layer_types, config.num_kv_shared_layers
+    wide, narrow = (config.per_layer_config[kinds.index(f"{kind}_attention")] for kind in ("full", "sliding"))
+    writer.add_key_length(wide.head_dim)
+    writer.add_value_length(wide.head_dim)
+    writer.add_key_length_swa(narrow.head_dim)
+    writer.add_value_length_swa(narrow.head_dim)
+    writer.add_head_count_kv([config.per_layer_config[layer].num_key_value_heads for layer in range(len(kinds))])
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    size, own = config.intermediate_size, len(kinds) - shared if config.use_double_wide_mlp else len(kinds)
+    writer.add_feed_forward_length([size if layer < own else 2 * size for layer in range(len(kinds))])
+    writer.add_rope_dimension_count(wide.head_dim)
+    full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_float32("gemma4.rope.freq_base_swa", sliding["rope_theta"])
+    turning = int(wide.head_dim * full["partial_rotary_factor"] / 2)
+    factors = [1.0] * turning + [1e30] * (wide.head_dim // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+
+
 def _describe_windows(writer: Any, config: Any) -> None:
     if config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
@@ -377,6 +401,9 @@ _ERNIE = {
 }
 _WINDOWS = {"logit_scale": "logit_scale", "sliding_window": "sliding_window"}
 _SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_OF_LAYERS = {
+    "num_key_value_heads": None, "intermediate_size": None, "final_logit_softcapping": "final_logit_softcapping",
+}  # fmt: skip
 #: By the model type of their configuration.
 WRITTEN: dict[str, WrittenFamily] = {
     "qwen3_5_text": WrittenFamily("qwen35", {}, _describe_qwen35, _delta_by_turns, PLUS_ONE),
@@ -407,6 +434,7 @@ WRITTEN: dict[str, WrittenFamily] = {
     "lfm2": WrittenFamily("lfm2", {}, _describe_convolutions),
     "lfm2_moe": WrittenFamily("lfm2moe", {"num_dense_layers": "leading_dense_block_count"}, _describe_convolutions),
     "gemma": WrittenFamily("gemma", norms=PLUS_ONE),
+    "gemma4_text": WrittenFamily("gemma4", _OF_LAYERS, _describe_gemma_4),
     "deepseek_v3": WrittenFamily("deepseek2", _ROUTED | _LATENT | _GROUPS, _describe_latent, _latent_parts),
     "deepseek_v2": WrittenFamily("deepseek2", _ROUTED | _LATENT, _describe_latent, _latent_parts),
     "glm4_moe": WrittenFamily("glm4moe", _ROUTED, _describe_sigmoid),
@@ -468,6 +496,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "lfm2": {"layers": 4, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"layers": 4, "moe_intermediate_size": 256},
     "gemma": {},
+    "gemma4_text": {"hidden_size_per_layer_input": 32, "final_logit_softcapping": 5.0, "use_double_wide_mlp": True},
     "deepseek_v3": _LATENTS | {"n_group": 2, "topk_group": 1, "rope_parameters": _YARN},
     "deepseek_v2": _LATENTS | {"norm_topk_prob": False},
     "glm4_moe": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.5},

@@ -31,8 +31,8 @@ TREE = (-1, 0, 0, 1, 2, 2, 4)  # two branches, with uncles
 
 
 #: One family for each way of the backends: windows, both kinds of layers with capped scores, added positions, sinks and
-#: experts, keys and values of two widths, factors that change with the length, attention that cannot be replaced, and layers
-#: that read keys and values of others.
+#: experts, keys and values of two widths, factors that change with the length, attention that cannot be replaced, and
+#: layers that read keys and values of others.
 FEW = ("mistral", "gemma2", "gpt2", "gpt_oss", "deepseek_v3", "longrope", "falcon", "gemma4_text")
 #: Where a change may concern one family and no other.
 OF_FAMILIES = ("src/outrider/model/", "src/outrider/kernels/", "tests/model/checkpoints.py")

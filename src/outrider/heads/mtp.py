@@ -170,8 +170,8 @@ def load_file_layer(
     """
     read = file.read(place, config.layer, empty_lone(path, config.layer), dtype)
     decoder = load_lone_decoder(path, config.layer, read.decoder, dtype, device, read.fill)
-    own = (tensor.to(device, dtype) for tensor in (read.fc, read.embedding_norm, read.hidden_norm))
-    layer = MtpLayer(MtpTensors(*own, read.decoder), decoder)
+    fc, embedding, hidden = (each.to(device, dtype) for each in (read.fc, read.embedding_norm, read.hidden_norm))
+    layer = MtpLayer(MtpTensors(fc, embedding, hidden, read.decoder), decoder)
     if read.stored is not None:
         keep_quantised(layer.fc, read.stored)
     return layer

@@ -178,7 +178,7 @@ def _kv_bytes_per_token(hf_config: Any, dtype: torch.dtype) -> int:
     say."""
     try:
         pairs = zip(hf_modules.layer_specs(hf_config), hf_modules.key_heads(hf_config), strict=True)
-        kept = [heads.count * heads.width for layer, heads in pairs if StateKind.KEYS_AND_VALUES in layer.keeps]
+        kept = [heads.num * heads.width for layer, heads in pairs if StateKind.KEYS_AND_VALUES in layer.keeps]
         return int(2 * sum(kept) * dtype.itemsize)
     except (AttributeError, TypeError):
         return 0

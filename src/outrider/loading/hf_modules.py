@@ -238,7 +238,7 @@ def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
 class KeyHeads(NamedTuple):
     """The heads of keys of a layer, and how many numbers each has."""
 
-    count: int
+    num: int
     width: int
 
 

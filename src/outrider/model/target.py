@@ -93,7 +93,7 @@ class Target:
         return self._runner.backend.name == FusedDecoder.name
 
     def folder(self) -> str:
-        """The folder of its checkpoint, or its file, which may hold more than the model; for errors see `LoadedModel.folder`."""
+        """The folder of its checkpoint, or its file; it may hold more than the model. Errors are those of `LoadedModel`."""
         return self._runner.loaded.folder()
 
     @torch.inference_mode()

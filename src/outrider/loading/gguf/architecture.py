@@ -58,6 +58,8 @@ class Architecture:
         rope: Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
         epsilon: What the number that keeps norms finite is called in transformers, and in files.
         factors: The tensors with factors of its rotary frequencies.
+        scaled: Whether frequencies are divided by those factors when the model is filled, where its configuration does not
+            have them.
     """
 
     config: str
@@ -70,6 +72,7 @@ class Architecture:
     rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
     epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     factors: tuple[str, ...] = (FREQUENCY_FACTORS,)
+    scaled: bool = True
 
 
 def _whole_rope(values: Values, head_dim: int, *, truncate: bool = True, weighs: bool = False) -> dict[str, Any]:
@@ -235,6 +238,13 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaConfig", offset_norms=True),
     "gemma2": Architecture("Gemma2Config", adjusted=families.gemma_2, **_GEMMA),
     "gemma3": Architecture("Gemma3TextConfig", adjusted=families.gemma_3, **_GEMMA),
+    "gemma4": Architecture(
+        "Gemma4TextConfig",
+        adjusted=families.gemma_4,
+        layer=names.GEMMA_4,
+        knows=(*families.CAPS, *_EXPERTS, "attention.sliding_window"),
+        scaled=False,
+    ),
 }
 #: Architectures that are other ones where a file has a certain value: by both names, with None for any value.
 _WHERE_IT_HAS = {
@@ -333,7 +343,7 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
         raise values.refuse("values of another width than its keys")
     return {
         "hidden_size": hidden,
-        "intermediate_size": values.count("feed_forward_length", values.get("expert_feed_forward_length")),
+        "intermediate_size": max(values.each_layer("feed_forward_length", values.get("expert_feed_forward_length"))),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(values.each_layer(families.KEY_HEADS)) or heads

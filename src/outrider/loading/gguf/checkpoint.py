@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -62,6 +62,9 @@ class GgufCheckpoint:
             stock = stock_names(self._known.layer, name)
             if layer is not None and layer >= config.num_hidden_layers and self._predicts:
                 behind.add(layer)
+            elif len(stock) == 2 and stock[1].endswith("[1]"):
+                for own, half in zip(stock, _halves(tensor), strict=True):
+                    self._tensors[own], self._sharing[half.name] = half, [own]
             elif stock:
                 self._tensors |= dict.fromkeys(stock, tensor)
                 self._sharing[tensor.name] = stock
@@ -237,7 +240,7 @@ class GgufCheckpoint:
     def _scale_frequencies(self, model: nn.Module) -> None:
         """Divide rotary frequencies by the factors of the file, as those of Llama 3.1 are."""
         found = self._file.tensors.get(FREQUENCY_FACTORS)
-        if found is None:
+        if found is None or not self._known.scaled:
             return
         rotary: Any = hf_modules.decoder_stack(model).rotary_emb
         factors = found.floats()
@@ -249,6 +252,17 @@ class GgufCheckpoint:
             problem = f"its {FREQUENCY_FACTORS} are no factors of {len(rotary.inv_freq)} frequencies"
             raise ModelLoadError(self._file.path, problem, AGAIN)
         rotary.inv_freq = rotary.inv_freq / factors.to(rotary.inv_freq)
+
+
+def _halves(tensor: GgufTensor) -> list[GgufTensor]:
+    """Gates and values of experts [num_experts, 2 * rows, cols] as two tensors."""
+    if len(tensor.shape) != 3 or tensor.shape[1] % 2:
+        return [tensor, tensor]  # which is refused for its shape
+    count, rows, cols = tensor.shape[0], tensor.shape[1] // 2, tensor.shape[2]
+    data = tensor.data.reshape(count, 2, -1)
+    return [
+        replace(tensor, name=f"{tensor.name}[{half}]", shape=(count, rows, cols), data=data[:, half]) for half in (0, 1)
+    ]
 
 
 class _WideNorm(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.loading.gguf.rotary import rope_parameters
+from outrider.loading.gguf.rotary import rope_parameters, rotated_part
 from outrider.loading.gguf.values import Values
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -49,6 +49,42 @@ def gemma_3(values: Values) -> dict[str, Any]:
             "rope_parameters": {"full_attention": rope_parameters(values, 1_000_000.0), "sliding_attention": local},
         }
     )
+
+
+def gemma_4(values: Values) -> dict[str, Any]:
+    """Layers with a window have smaller heads, and rotate all of them; the others rotate what the factors of their
+    frequencies leave. The last layers may read keys and values of others, and tokens may have embeddings for each layer."""
+    layers, windows = values.num_layers, values.get("attention.sliding_window_pattern")
+    if not isinstance(windows, list) or len(windows) < layers:
+        raise values.refuse(f"attention.sliding_window_pattern={windows!r}")
+    windows = windows[:layers]
+    width, forwards = values.count("attention.key_length"), values.each_layer("feed_forward_length")
+    heads = {bool(window): count for window, count in zip(windows, values.each_layer(KEY_HEADS), strict=True)}
+    full = windows.index(False) if False in windows else 0
+    rotated, theta = rotated_part(values, width // 2), values.number("rope.freq_base", 1_000_000.0)
+    return {
+        "head_dim": values.count("attention.key_length_swa", width),
+        "global_head_dim": width,
+        "num_key_value_heads": heads.get(True, max(heads.values())),
+        "num_global_key_value_heads": heads.get(False),
+        "attention_k_eq_v": not values.has(f"blk.{full}.attn_v.weight"),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "sliding_window": values.count("attention.sliding_window"),
+        "num_kv_shared_layers": values.natural("attention.shared_kv_layers"),
+        "intermediate_size": min(forwards),
+        "use_double_wide_mlp": len(set(forwards)) > 1,
+        "hidden_size_per_layer_input": values.natural("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": values.rows_of("per_layer_token_embd.weight", 0),
+        "final_logit_softcapping": values.number(CAPS[1]) if values.get(CAPS[1]) else None,
+        "enable_moe_block": values.natural("expert_count") > 0,
+        "num_experts": values.natural("expert_count") or None,
+        "top_k_experts": values.natural("expert_used_count") or None,
+        "moe_intermediate_size": values.natural("expert_feed_forward_length") or None,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": rotated, "rope_theta": theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10_000.0)},
+        },
+    }
 
 
 def phi_3(values: Values) -> dict[str, Any]:

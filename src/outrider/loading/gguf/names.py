@@ -134,6 +134,24 @@ HUNYUAN = {
 MINIMAX = {**WITH_EXPERTS, "exp_probs_b.bias": "mlp.e_score_correction_bias"}
 #: Where the norm before the feed-forward is named as one behind attention.
 WITH_NORM_BEHIND_ATTENTION = {**LAYER, "post_attention_norm": "post_attention_layernorm"}
+#: Of Gemma 4, whose tokens have an embedding for each layer, and some of whose models have experts beside a feed-forward.
+GEMMA_4 = {
+    **WITH_POST_NORMS,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    **{name: stock.removeprefix("mlp.") for name, stock in EXPERTS.items()},
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
 #: Of the scan of Mamba-2.
 SCAN = {
     "ssm_in": "mamba.in_proj",
@@ -175,8 +193,10 @@ CONVOLUTIONS = {
     "output_norm": "model.embedding_norm",
 }
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+#: Gates and values of experts that are one tensor in some files.
+_FUSED_EXPERTS = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 #: How the names end of what transformers has as a parameter of another module, without ".weight".
-_BARE = (".sinks", "]")
+_BARE = (".sinks", "layer_scalar", "]")
 #: The names of tensors of a layer, as llama.cpp and as transformers have them, and those outside of layers that differ.
 #: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own.
 LayerNames = Mapping[str, str | tuple[str, ...]]
@@ -198,7 +218,8 @@ def stock_names(layer: LayerNames, name: str) -> list[str]:
     if part in layer:
         return [f"model.layers.{number}.{stock}" for stock in _each(layer[part])]
     part = part.rpartition(".")[0]
-    return [_with_kind(f"model.layers.{number}.", stock, kind) for stock in _each(layer.get(part, ()))]
+    found = [stock for own in _FUSED_EXPERTS.get(part, (part,)) for stock in _each(layer.get(own, ()))]
+    return [_with_kind(f"model.layers.{number}.", stock, kind) for stock in found]
 
 
 def layer_part(name: str) -> tuple[int | None, str]:

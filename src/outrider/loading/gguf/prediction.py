@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class PredictionLayers:
 
     @property
     def names(self) -> list[str]:
-        """The tensors by the names that they have in a folder in the layout of DeepSeek-V3, those of experts by their parts."""
+        """The tensors by their names in a folder in the layout of DeepSeek-V3, those of experts by their parts."""
         found = []
         for number, tensors in self._tensors.items():
             for part in tensors:
@@ -109,11 +110,12 @@ class PredictionLayers:
             raise type(error)(path, problem, error.remedy) from error
         fc, hidden = beside[_FC], int(config.hidden_size)
         _check_shape(path, fc, (hidden, 2 * hidden))
-        norms = [self._norm(beside[f"nextn.{name}.weight"], hidden) for name in ("enorm", "hnorm")]
+        embedding_norm, hidden_norm = (self._norm(beside[f"nextn.{name}.weight"], hidden) for name in ("enorm", "hnorm"))
         stored = stored_tensor(path, fc, dtype) if is_packed(fc) else None
         floats = torch.full((), float("nan")).expand(fc.shape) if stored is not None else _finite(path, fc)
         decoder = {name.removeprefix("model."): tensor for name, tensor in state.items()}
-        return PredictionLayer(floats, stored, *norms, decoder, lambda model: checkpoint.fill(model, dtype))
+        fill = partial(checkpoint.fill, dtype=dtype)
+        return PredictionLayer(floats, stored, embedding_norm, hidden_norm, decoder, fill)
 
     def _alone(self, own: dict[str, GgufTensor], beside: dict[str, GgufTensor]) -> GgufFile:
         """The file of a model that has this layer alone, without embeddings and output layer."""

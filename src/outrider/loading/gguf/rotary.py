@@ -116,6 +116,18 @@ def tempered_rope(values: Values, head_dim: int) -> dict[str, Any]:
     return rope | {"llama_4_scaling_beta": values.number(TEMPERATURE)}
 
 
+def rotated_part(values: Values, count: int) -> float:
+    """The part of `count` frequencies that turn at all, where those of the others are divided by huge factors.
+
+    Raises:
+        ModelLoadError: Factors are missing, or are none of these frequencies.
+    """
+    turning = [factor == 1.0 for factor in _factors(values, FREQUENCY_FACTORS, count)]
+    if turning != sorted(turning, reverse=True):
+        raise values.refuse(f"{FREQUENCY_FACTORS} that leave some frequencies between others as they are")
+    return sum(turning) / count
+
+
 def _yarn(values: Values, theta: float, *, truncate: bool, weighs: bool) -> dict[str, Any]:
     log_multiplier = values.get(f"rope.scaling.{_LOG_MULTIPLIER}")
     for name, plain in _OF_YARN.items():

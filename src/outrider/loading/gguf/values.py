@@ -70,6 +70,11 @@ class Values:
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
 
+    def rows_of(self, tensor: str, default: int) -> int:
+        """The rows of a tensor, where the file has it."""
+        found = self.file.tensors.get(tensor)
+        return default if found is None else found.shape[0]
+
     def refuse(self, what: str) -> UnsupportedModelError:
         """The error for something that is not known of this architecture."""
         return UnsupportedModelError(self.file.path, f"it has {what}, which is not known of GGUF files here", ORIGINAL)
