@@ -100,6 +100,8 @@ def save(family: str, path: Path, **changes: Any) -> str:
     """A checkpoint whose routers have biases, which new models have not."""
     from transformers import AutoModelForCausalLM
 
+    if family == "gemma4_text" and "vocab_size" in changes:
+        changes["vocab_size_per_layer_input"] = changes["vocab_size"]
     source = checkpoints.save(family.partition(":")[0], path, seed=1, **changes)
     model = AutoModelForCausalLM.from_pretrained(source)
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith(("e_score_correction_bias", "expert_bias"))]
@@ -248,6 +250,11 @@ def _describe_sigmoid(writer: Any, config: Any) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def _describe_minimax(writer: Any, config: Any) -> None:
+    _describe_sigmoid(writer, config)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+
+
 _ROUTED = {
     "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count",
@@ -368,6 +375,7 @@ def _describe_gemma_4(writer: Any, config: Any) -> None:
     size, own = config.intermediate_size, len(kinds) - shared if config.use_double_wide_mlp else len(kinds)
     writer.add_feed_forward_length([size if layer < own else 2 * size for layer in range(len(kinds))])
     writer.add_rope_dimension_count(wide.head_dim)
+    writer.add_rope_dimension_count_swa(narrow.head_dim)
     full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
     writer.add_rope_freq_base(full["rope_theta"])
     writer.add_float32("gemma4.rope.freq_base_swa", sliding["rope_theta"])
@@ -411,7 +419,7 @@ WRITTEN: dict[str, WrittenFamily] = {
     "qwen3_next": WrittenFamily("qwen3next", _SHARED, _describe_delta, _delta_by_keys, PLUS_ONE),
     "qwen2_moe": WrittenFamily("qwen2moe", _SHARED),
     "olmoe": WrittenFamily("olmoe"),
-    "minimax_m2": WrittenFamily("minimax-m2", {}, _describe_sigmoid),
+    "minimax_m2": WrittenFamily("minimax-m2", {}, _describe_minimax),
     "dots1": WrittenFamily("dots1", _ROUTED, _describe_sigmoid),
     "exaone4": WrittenFamily("exaone4", {}, _describe_windows),
     "seed_oss": WrittenFamily("seed_oss"),
@@ -465,10 +473,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _HEADS | _SMALL_EXPERTS,
     "qwen3_next": _HEADS | _SMALL_EXPERTS,
     "qwen2_moe": _SMALL_EXPERTS | {"norm_topk_prob": False},
-    "olmoe": {"intermediate_size": 256},
+    "olmoe": {"intermediate_size": 256, "num_key_value_heads": 4},
     "minimax_m2": {},
-    "dots1": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.5},
-    "exaone4": {"layers": 4},
+    "dots1": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.5, "num_key_value_heads": 4},
+    "exaone4": {"layers": 4, "sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "exaone4:windows": {"layers": 4},
     "seed_oss": {"attention_bias": True},
     "ernie4_5": {},
     "hunyuan_v1_dense": {},
@@ -496,7 +505,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "lfm2": {"layers": 4, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"layers": 4, "moe_intermediate_size": 256},
     "gemma": {},
-    "gemma4_text": {"hidden_size_per_layer_input": 32, "final_logit_softcapping": 5.0, "use_double_wide_mlp": True},
+    "gemma4_text": {
+        "layers": 4,
+        "hidden_size_per_layer_input": 32,
+        "final_logit_softcapping": 5.0,
+        "use_double_wide_mlp": True,
+    },
     "deepseek_v3": _LATENTS | {"n_group": 2, "topk_group": 1, "rope_parameters": _YARN},
     "deepseek_v2": _LATENTS | {"norm_topk_prob": False},
     "glm4_moe": {"moe_intermediate_size": 256, "routed_scaling_factor": 1.5},

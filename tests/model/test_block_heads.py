@@ -16,7 +16,7 @@ from outrider.heads import block
 from outrider.heads.formats.published import read_head_config
 from outrider.lab.prove.own_model import CacheAudit
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
-from outrider.propose.parallel import BlockHeadProposer
+from outrider.propose.parallel import BlockProposer
 from outrider.propose.trees import growth
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
@@ -186,7 +186,7 @@ def check_behind_another(made: Any, name: str, length: int, patch: pytest.Monkey
 
 def _rejected_rows_are_kept(patch: pytest.MonkeyPatch) -> None:
     """The feature of the last row of the pass, which stood or did not, overwrites that of the last one that stood."""
-    stock = BlockHeadProposer.observe
+    stock = BlockProposer.observe
 
     def observe(self: Any, rows: Any) -> None:
         stock(self, rows)
@@ -196,7 +196,7 @@ def _rejected_rows_are_kept(patch: pytest.MonkeyPatch) -> None:
             for number, kept in enumerate(self._head.keys_and_values(self._head.fuse(states), [end - 1])):
                 self.added.write(kv, number, end - 1, *kept)
 
-    patch.setattr(BlockHeadProposer, "observe", observe)
+    patch.setattr(BlockProposer, "observe", observe)
 
 
 def _blocks_are_causal(patch: pytest.MonkeyPatch) -> None:

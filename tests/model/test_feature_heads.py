@@ -11,12 +11,14 @@ import torch
 
 from outrider import LLM, Eagle1, Eagle3, Ngram, SamplingParams, SpeculationConfig
 from outrider.engine.scheduler import as_requested
+from outrider.heads.fused_head import FusedRunner
+from outrider.heads.runner import HeadRunner
 from outrider.lab.prove.own_model import CacheAudit
 from outrider.lab.prove.tiny import raise_engine_norms
 from outrider.lab.prove.tiny_heads import save_random_eagle
 from outrider.params import RequestOutput
 from outrider.propose import eagle
-from outrider.propose.eagle import FeatureHeadProposer, FusedHeadProposer, LayerHeadProposer
+from outrider.propose.eagle import HeadProposer
 from tests.model import checkpoints
 from tests.model.core import core
 from tests.model.eagle_reference import Eagle1Reference, EagleReference
@@ -92,9 +94,9 @@ def load(made: Any, backend: str = "auto", **how: Any) -> LLM:
     return llm
 
 
-def proposer_of(llm: LLM, config: SpeculationConfig) -> FeatureHeadProposer[Any]:
+def proposer_of(llm: LLM, config: SpeculationConfig) -> HeadProposer:
     found = llm.engine.proposers.get(config.method)
-    assert isinstance(found, FeatureHeadProposer)
+    assert isinstance(found, HeadProposer)
     return found
 
 
@@ -246,47 +248,45 @@ def test_a_draft_goes_on_behind_another_proposers(made: Made, monkeypatch: pytes
 
 
 def _a_row_off(stock: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, text, like: torch.zeros_like(like[0])
+    return lambda self, sequence, text, like: torch.zeros_like(like[0])
 
 
 def _slot_zero_is_seen(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def begin(self: Any, request: Any) -> Any:
-        drafting = stock(self, request)
-        if drafting.growth.growing:
-            for kept in (drafting.keys, drafting.values):
-                kept[0] = torch.cat([torch.zeros_like(kept[0][:1]), kept[0]])
-            drafting.held += 1
-        return drafting
+    def begin(self: Any, *how: Any) -> Any:
+        draft = stock(self, *how)
+        draft.kept = [tuple(torch.cat([torch.zeros_like(rows[:1]), rows]) for rows in draft.kept[0])]
+        draft.held += 1
+        return draft
 
     return begin
 
 
 def _slot_zero_is_seen_by_kernels(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def begin(self: Any, request: Any) -> Any:
-        self._head.kernel._layers[0].unseen = 0
-        return stock(self, request)
+    def begin(self: Any, *how: Any) -> Any:
+        self.kernel._layers[0].unseen = 0
+        return stock(self, *how)
 
     return begin
 
 
 def test_our_kernels_compute_a_head_where_they_compute_the_target(made: Made) -> None:
     for backend, name, kind in (
-        ("fused", "safeailab", FusedHeadProposer),
-        ("paged", "safeailab", LayerHeadProposer),
-        ("fused", UNKNOWN, LayerHeadProposer),
+        ("fused", "safeailab", FusedRunner),
+        ("paged", "safeailab", HeadRunner),
+        ("fused", UNKNOWN, HeadRunner),
     ):
         llm, way = load(made, backend, dtype="bfloat16"), made.way(name)
         assert faults(llm.generate(PROMPTS, GREEDY, speculation=way)) == 0
-        assert type(proposer_of(llm, way)) is kind
+        assert type(proposer_of(llm, way)._head) is kind
 
 
 @pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
 @pytest.mark.parametrize(
     ("proposer", "name", "plant", "backend"),
     [
-        (FeatureHeadProposer, "_features_before", _a_row_off, "fused"),
-        (FusedHeadProposer, "_begin", _slot_zero_is_seen_by_kernels, "fused"),
-        (LayerHeadProposer, "_begin", _slot_zero_is_seen, "paged"),
+        (HeadProposer, "_features_before", _a_row_off, "fused"),
+        (FusedRunner, "begin", _slot_zero_is_seen_by_kernels, "fused"),
+        (HeadRunner, "begin", _slot_zero_is_seen, "paged"),
     ],
     ids=["a row off", "slot 0 is seen, fused", "slot 0 is seen"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -216,3 +217,29 @@ def test_layers_of_another_model_are_refused_by_what_differs(tmp_path: Path) -> 
             [PROMPT], GREEDY, speculation=way().replace(method=Mtp(model=str(whole.path)))
         )
     assert (caught.value.field, caught.value.needed, caught.value.found) == ("hidden_size", 128, 256)
+
+
+def methods(llm: LLM) -> list[str]:
+    return [candidate.name for candidate in llm.speculation.candidates]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_auto_drafts_with_the_layers_that_a_checkpoint_carries(kind: str, tmp_path: Path) -> None:
+    source = made(QWEN, tmp_path / "source")
+    model = source if kind == "folder" else str(written(source, tmp_path / "m.gguf", kinds, 1).path)
+    llm = LLM(model)
+    assert methods(llm) == ["mtp", "suffix", "then"]
+    assert llm.generate([PROMPT], GREEDY)[0].token_ids == llm.generate([PROMPT], GREEDY, speculation="none")[0].token_ids
+    assert methods(LLM(model, speculation="suffix")) == ["suffix"]
+
+
+def test_layers_that_cannot_be_read_are_named_and_left_out_by_auto(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = written(made(QWEN, tmp_path / "source"), tmp_path / "whole.gguf", ("F32",), 1)
+    found = trimmed(whole.path, tmp_path / "m.gguf", ("blk.4.ffn_up",))
+    with caplog.at_level(logging.WARNING, "outrider"):
+        llm = LLM(str(found))
+    assert methods(llm) == ["suffix", "token_recycling"]
+    assert "which are not used" in caplog.text
+    assert "mlp.up_proj.weight" in caplog.text

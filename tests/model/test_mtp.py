@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, NemotronHConfig
 from outrider import LLM, Mtp, SpeculationConfig
 from outrider.errors import InvalidParameterError, ModelError, ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.mtp import read_mtp_config
-from outrider.heads.mtp import MtpHead, MtpLayer
+from outrider.heads.mtp import MtpLayer
+from outrider.heads.runner import HeadRunner
 from outrider.lab.prove.own_model import KV_BOUND, CacheAudit
 from outrider.lab.prove.tiny_heads import save_random_mtp
-from outrider.propose import beside_target
 from tests.model import checkpoints
 from tests.model.mtp_reference import MtpReference
 from tests.model.test_feature_heads import BOUND, GREEDY, PROMPTS, SEEDED, Watch, faults, texts
@@ -182,13 +182,13 @@ def test_layers_that_are_not_computed_are_refused_by_name(tmp_path: Path) -> Non
 
 
 def _before_the_final_norm(patch: pytest.MonkeyPatch) -> None:
-    stock = MtpHead.__init__
+    stock = HeadRunner.__init__
 
-    def init(self: MtpHead, *args: Any) -> None:
-        stock(self, *args)
+    def init(self: HeadRunner[Any], *args: Any, **more: Any) -> None:
+        stock(self, *args, **more)
         self.aux_layers = (self.aux_layers[0] - 1,)
 
-    patch.setattr(MtpHead, "__init__", init)
+    patch.setattr(HeadRunner, "__init__", init)
 
 
 def _halves_swapped(patch: pytest.MonkeyPatch) -> None:
@@ -197,13 +197,13 @@ def _halves_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def _prompt_not_read(patch: pytest.MonkeyPatch) -> None:
-    stock = beside_target._keep
+    stock = HeadRunner._keep
 
-    def keep(added: Any, head: Any, read: Any, layer: int, keys: Any, values: Any) -> Any:
-        prompt = read[0].start == 0
-        return stock(added, head, read, layer, *(torch.zeros_like(each) if prompt else each for each in (keys, values)))
+    def keep(self: Any, added: Any, texts: Any, layer: int, *kept: Any, **how: Any) -> Any:
+        prompt = texts[0].start == 0
+        return stock(self, added, texts, layer, *(torch.zeros_like(each) if prompt else each for each in kept), **how)
 
-    patch.setattr(beside_target, "_keep", keep)
+    patch.setattr(HeadRunner, "_keep", keep)
 
 
 @pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see

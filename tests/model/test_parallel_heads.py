@@ -11,8 +11,7 @@ import torch
 from outrider import Eagle3, PEagle, SpeculationConfig
 from outrider.errors import HeadMismatchError, ModelLoadError
 from outrider.heads import block
-from outrider.heads.block import ParallelHead
-from outrider.heads.eagle import TextHead
+from outrider.heads.block import BlockRunner
 from outrider.heads.formats.published import read_head_config
 from outrider.lab.prove.tiny_heads import save_random_eagle, save_random_peagle
 from tests.model import checkpoints
@@ -102,13 +101,13 @@ def test_a_draft_behind_another_proposers_takes_the_places_that_come_after(
 
 
 def _masks_have_the_feature_of_the_text(patch: pytest.MonkeyPatch) -> None:
-    stock = ParallelHead.draft
+    stock = BlockRunner.draft
 
-    def draft(self: Any, texts: Any) -> Any:
-        self._mask_feature = texts[0].feature[None]
-        return stock(self, texts)
+    def draft(self: Any, blocks: Any) -> Any:
+        self._mask_feature = blocks[0].feature[None]
+        return stock(self, blocks)
 
-    patch.setattr(ParallelHead, "draft", draft)
+    patch.setattr(BlockRunner, "draft", draft)
 
 
 def _rows_see_later_ones(patch: pytest.MonkeyPatch) -> None:
@@ -116,7 +115,7 @@ def _rows_see_later_ones(patch: pytest.MonkeyPatch) -> None:
 
 
 def _the_first_token_is_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TextHead, "unseen", lambda self, layer: 0)
+    patch.setattr(BlockRunner, "unseen", lambda self, layer: 0)
 
 
 @pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see

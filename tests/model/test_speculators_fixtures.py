@@ -7,7 +7,7 @@ of MTP see other rows than a draft does: all those of their own level. So only t
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM
-from outrider.heads.block import Block, BlockHead
-from outrider.heads.eagle import EagleHead, FeatureHead
+from outrider.heads.block import Block, BlockRunner
 from outrider.heads.formats.published import read_head
 from outrider.heads.lone import SeenContext
-from outrider.heads.mtp import MtpHead
+from outrider.heads.mtp import open_mtp
+from outrider.heads.runner import HeadRunner
 from outrider.model.target import Target
 from tests.model import checkpoints
 from tests.model.test_feature_heads import BOUND
@@ -67,7 +67,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def drafted(head: FeatureHead, made: Made, length: int, levels: int) -> Tensor:
+def drafted(head: HeadRunner[Any], made: Made, length: int, levels: int) -> Tensor:
     """Logits [levels, draft_vocab_size] behind the first tokens of the text and then each of the next tokens, as a draft
     computes them."""
     hidden = {layer: rows[: length - 1] for layer, rows in made.hidden.items()}
@@ -90,7 +90,7 @@ def drafted(head: FeatureHead, made: Made, length: int, levels: int) -> Tensor:
 @pytest.mark.parametrize("name", ["eagle3_llama", "eagle3_normed", "eagle3_qwen3"])
 def test_ten_levels_of_eagle_3(name: str, tmp_path: Path) -> None:
     given = made(name, tmp_path)
-    head = EagleHead(read_head(given.folder), given.target)
+    head: HeadRunner[Any] = HeadRunner.of(read_head(given.folder), given.target)
     levels = len(given.logits)
     assert levels == 11
     for length in range(2, len(given.tokens) - levels + 2):
@@ -101,17 +101,17 @@ def test_ten_levels_of_eagle_3(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["dflash", "dflash_windows"])
 def test_a_block_of_dflash(name: str, tmp_path: Path) -> None:
     given = made(name, tmp_path)
-    head = BlockHead(read_head(given.folder), given.target)
+    head = BlockRunner.of(read_head(given.folder), given.target)
     end = len(given.tokens) - 1
     features = head.fuse({layer: rows[:end] for layer, rows in given.hidden.items()})
     kept = head.keys_and_values(features, range(end))
-    block = Block(given.tokens[-1], end, lambda layer: kept[layer], range(head.config.block_size - 1))
+    block = Block(given.tokens[-1], end, lambda layer: kept[layer], range((head.network.block_size or 0) - 1))
     (found,) = head.draft([block])
     assert distance(found, given.logits[1:]) <= BOUND  # the package's first row stands at the anchor, and drafts nothing
 
 
 def test_the_first_level_of_mtp(tmp_path: Path) -> None:
     given = made("mtp", tmp_path)
-    head = MtpHead(given.target, given.folder)
+    head = open_mtp(given.target, given.folder)
     for length in range(2, len(given.tokens)):
         assert distance(drafted(head, given, length, 1)[0], given.logits[length - 2]) <= BOUND

@@ -16,9 +16,9 @@ from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle,
 from outrider.model.runner import ModelRunner
 from outrider.propose import eagle
 from outrider.propose.base import ObservedRows
+from outrider.propose.beside_target import LastFeatures
 from outrider.propose.draft_model import DraftModelProposer
-from outrider.propose.eagle import FeatureHeadProposer
-from outrider.propose.feature_rows import LastFeatures
+from outrider.propose.eagle import HeadProposer
 from outrider.propose.trees import growth
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
@@ -177,14 +177,14 @@ def test_a_head_that_is_set_aside_costs_no_rows(pair: Pair, monkeypatch: pytest.
     way = pair.way("eagle3")
     llm, runner = pair.load(way)
     rows = _rows(runner, monkeypatch)
-    stock = FeatureHeadProposer.observe
+    stock = HeadProposer.observe
 
     def observe(self: Any, seen: Sequence[ObservedRows]) -> None:
         if any(len(each.sequence.token_ids) > 18 for each in seen):
             raise RuntimeError("planted")
         stock(self, seen)
 
-    monkeypatch.setattr(FeatureHeadProposer, "observe", observe)
+    monkeypatch.setattr(HeadProposer, "observe", observe)
     drafts = llm.generate(PROMPTS[0], GREEDY, speculation=way, trace=True)[0]
     assert drafts.stats.num_proposer_faults == 1
     assert max(rows[2:]) <= 5, "two of the text, and guesses"

@@ -14,8 +14,8 @@ BLOCK_MUTANTS = (
     _mutant(
         "what is kept of a text comes from rows that were rejected",
         "propose/beside_target.py",
-        "text.hidden(layer)",
-        "text.seen.aux_hidden_states[layer][-len(text) :]",
+        "seen.aux_hidden_states[layer][rows_at(places)]",
+        "seen.aux_hidden_states[layer][-len(places) :]",
     ),
     _mutant(
         "rows of a block see no later rows",
@@ -26,8 +26,8 @@ BLOCK_MUTANTS = (
     _mutant(
         "what is kept of a text passes the norm before attention",
         _HEAD,
-        "layer.self_attn.keys_and_values(rows, tables)",
-        "layer.self_attn.keys_and_values(layer.input_layernorm(rows), tables)",
+        "layer.keys_and_values(LayerInput(rows, rows), where)",
+        "layer.keys_and_values(layer.enter(rows), where)",
     ),
     _mutant(
         "ids of layers name what enters them",
@@ -37,13 +37,18 @@ BLOCK_MUTANTS = (
     ),
     _mutant("features are not normed", "heads/block_networks.py", "self.hidden_norm(self.fc(", "(self.fc("),
     _mutant("a window is one place wider", _HEAD, "ahead.abs() < reach.window", "ahead.abs() <= reach.window"),
-    _mutant("a block ends with the last token of the text", _HEAD, "(block.anchor, *masks)", "(*masks, block.anchor)"),
-    _mutant("tokens are drafted a place too early", _HEAD, "i * size + 1 + place", "i * size + place"),
+    _mutant(
+        "a block ends with the last token of the text",
+        _HEAD,
+        "(block.token, *[mask] * (count - 1))",
+        "(*[mask] * (count - 1), block.token)",
+    ),
+    _mutant("tokens are drafted a place too early", _HEAD, "initial=self.network.ahead", "initial=0"),
     _mutant("rows of a block stand at one position", _HEAD, "[block.position + i for", "[block.position for"),
     _mutant(
         "a draft behind another one takes its places",
         _DRAFTS,
-        "Block(anchor, held, context, wanted_places(growth, len(others)))",
-        "Block(anchor, held, context, wanted_places(growth, 0))",
+        "wanted_places(growth, len(others))",
+        "wanted_places(growth, 0)",
     ),
 )

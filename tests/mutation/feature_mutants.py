@@ -9,25 +9,28 @@ def _mutant(name: str, path: str, old: str, new: str, killer: str = "features_ma
     return Mutant(name, 0, path, old, new, killer)
 
 
-_DRAFTS, _ROWS = "propose/eagle.py", "propose/feature_rows.py"
-_TEXTS = "propose/beside_target.py"
-_HEAD, _NETWORKS = "heads/eagle.py", "heads/features.py"
+_TEXTS, _ROWS = "propose/beside_target.py", "heads/rows.py"
+_HEAD, _NETWORKS = "heads/runner.py", "heads/features.py"
 FEATURE_MUTANTS = (
     _mutant(
         "a token is read beside its own feature", _HEAD, "(first[i : i + 1], rows[:-1])", "(first[i : i + 1], rows[1:])"
     ),
     _mutant(
-        "the first feature that is kept is read", _ROWS, "return self.rows[position - self.start]", "return self.rows[0]"
+        "the first feature that is kept is read", _TEXTS, "return self.rows[position - self.start]", "return self.rows[0]"
     ),
     _mutant(
         "every token of a draft reads the target's feature",
-        _DRAFTS,
-        "each.features[row] = features",
-        "each.features[row] = each.features[-1]",
+        _HEAD,
+        "draft.features[row] = features",
+        "draft.features[row] = draft.features[-1]",
     ),
-    _mutant("rows of a tree see their siblings", _ROWS, "seen = mask if (mask < 0.0).any() else None", "seen = None"),
-    _mutant("rows of a draft stand at one position", _ROWS, "return self.held + self.depth(row)", "return self.held"),
-    _mutant("the first token has a row", _ROWS, "_with_room(keys[layer + 1 :], room", "_with_room(keys[layer:-1], room"),
+    _mutant("rows of a tree see their siblings", _HEAD, "mask = None if seen.all() else", "mask = None if True else"),
+    _mutant(
+        "rows of a draft stand at one position", _ROWS, "else self.positions[parent] + 1)", "else self.positions[parent])"
+    ),
+    _mutant(
+        "the first token has a row", _HEAD, "_with_room(rows[self.unseen(level) :], room", "_with_room(rows[level:-1], room"
+    ),
     _mutant(
         "samples forget the feature that their prompt ends with",
         _TEXTS,
@@ -37,7 +40,7 @@ FEATURE_MUTANTS = (
     ),
     _mutant(
         "features are joined from high to low",
-        "heads/placed.py",
+        _HEAD,
         "for layer in self.aux_layers]",
         "for layer in reversed(self.aux_layers)]",
     ),
@@ -74,8 +77,8 @@ FEATURE_MUTANTS = (
     _mutant(
         "layers of the checkpoint read what lies before the final norm",
         "heads/mtp.py",
-        "self.aux_layers = (target.num_layers,)",
-        "self.aux_layers = (target.num_layers - 1,)",
+        "target, (target.num_layers,), mtp_shape",
+        "target, (target.num_layers - 1,), mtp_shape",
         "mtp_makes_the_drafts",
     ),
     _mutant(
@@ -94,9 +97,9 @@ FEATURE_MUTANTS = (
     ),
     _mutant(
         "layers of the checkpoint keep nothing of the prompt",
-        _TEXTS,
-        "added.write(text.kv, layer, text.start, keys[rows], values[rows])",
-        "added.write(text.kv, layer, text.start, 0 * keys[rows], 0 * values[rows])",
+        _HEAD,
+        "text.start, keys[rows].to(dtype), values[rows].to(dtype))",
+        "text.start, 0 * keys[rows].to(dtype), 0 * values[rows].to(dtype))",
         "mtp_makes_the_drafts",
     ),
     _mutant(

@@ -10,7 +10,7 @@ def _mutant(name: str, path: str, old: str, new: str) -> Mutant:
 
 
 _DECODER, _ATTENTION = "kernels/native/decoder.inc", "kernels/native/attention.inc"
-_HEAD, _DRAFTS, _ROWS = "heads/fused_head.py", "propose/eagle.py", "propose/feature_rows.py"
+_HEAD, _ROWS = "heads/fused_head.py", "heads/rows.py"
 HEAD_MUTANTS = (
     _mutant("all rows have the embedding of the first", _DECODER, "beside_in + r * hidden", "beside_in"),
     _mutant(
@@ -31,31 +31,31 @@ HEAD_MUTANTS = (
         "normed_residual=False",
     ),
     _mutant(
-        "the next token reads what was not normed", _HEAD, "states if self._network.config.norm_output else left", "left"
+        "the next token reads what was not normed", _HEAD, "states if self.network.config.norm_output else left", "left"
     ),
     _mutant(
         "a text is read beside its own features",
         _HEAD,
-        "features_before(before, features, [len(text) for text in texts])",
+        "features_before(before, features, spans)",
         "features",
     ),
     _mutant(
         "every row of a draft reads the target's feature",
-        _DRAFTS,
-        "drafting.features[row] = features",
-        "drafting.features[row] = drafting.features[-1]",
+        _HEAD,
+        "draft.features[row] = feature",
+        "draft.features[row] = draft.features[-1]",
     ),
     _mutant(
         "drafts of a step share their blocks",
-        _DRAFTS,
-        "drafting.begin(kv, self.added, self._free)",
-        "drafting.begin(kv, self.added, iter(self.added.draft_blocks))",
+        _HEAD,
+        "draft.lies_in_blocks(kv, added, free)",
+        "draft.lies_in_blocks(kv, added, iter(added.draft_blocks))",
     ),
     _mutant(
         "a row of a tree sees all rows before it",
         _ROWS,
-        "self.seen[place] = self.seen[self.places[parent]]",
-        "self.seen[place, :place] = 1",
+        "self.seen[row] = self.seen[parent]",
+        "self.seen[row, :row] = 1",
     ),
     _mutant(
         "a tree is taken for a chain",
@@ -72,13 +72,13 @@ HEAD_MUTANTS = (
     _mutant(
         "rows of a draft lie a slot too early",
         _ROWS,
-        "divmod(self.held + place, self.block_size)",
-        "divmod(self.held + place - 1, self.block_size)",
+        "divmod(self.held + row, self.block_size)",
+        "divmod(self.held + row - 1, self.block_size)",
     ),
     _mutant(
         "all drafts of a step lie in the blocks of the first",
         _ROWS,
-        "table_at=_begins(len(part.drafting.block_table) for part in parts)",
+        "table_at=_begins(len(draft.block_table) for draft in drafts)",
         "table_at=[0] * len(parts)",
     ),
 )

@@ -64,13 +64,13 @@ ROOM_MUTANTS = (
     _mutant(
         "all mask tokens of P-EAGLE stand at the first position",
         "heads/block.py",
-        "text.position + i for text",
-        "text.position for text",
+        "block.position + i for block",
+        "block.position for block",
     ),
     _mutant(
         "rows of P-EAGLE see the first token of the text",
         "heads/block.py",
-        "kept[1:].to(keys.dtype)",
+        "kept[self.unseen(0) :].to(keys.dtype)",
         "kept[:].to(keys.dtype)",
     ),
     _mutant(

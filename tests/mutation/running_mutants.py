@@ -72,8 +72,8 @@ RUNNING_MUTANTS = (
     _mutant(
         "the feature of the token before a hit is forgotten",
         "propose/beside_target.py",
-        "return self._last_features(text.sequence) if text.start else",
-        "return self._last_features(text.sequence) if text.sequence.seq_id in self._features else",
+        "return self._last_features(sequence) if text.start else",
+        "return self._last_features(sequence) if sequence.seq_id in self._features else",
         "running_prefixes_of_layers_ahead",
     ),
     _mutant(

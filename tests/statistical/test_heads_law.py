@@ -14,8 +14,8 @@ from outrider.lab.prove.engine import BOUND, EngineProof
 from outrider.lab.prove.target_settings import HEADS_SETTINGS, SHARED_TARGET_LAYERS
 from outrider.lab.prove.tiny import save_layered, save_tiny_heads, save_tiny_llama
 from outrider.propose.base import Proposer
-from outrider.propose.eagle import FeatureHeadProposer
-from outrider.propose.parallel import BlockHeadProposer, ParallelHeadProposer
+from outrider.propose.eagle import HeadProposer
+from outrider.propose.parallel import BlockProposer
 from outrider.propose.row_heads import RowHeadsProposer
 from outrider.propose.staged import StagedProposer
 from outrider.propose.trees import growth
@@ -93,9 +93,9 @@ def test_control_drafts_that_are_dropped_for_what_they_are_are_faults(
     proof: EngineProof, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     kinds = {
-        "EAGLE-3": FeatureHeadProposer,
-        "DFlash": BlockHeadProposer,
-        "P-EAGLE": ParallelHeadProposer,
+        "EAGLE-3": HeadProposer,
+        "DFlash": BlockProposer,
+        "P-EAGLE": BlockProposer,
         "staged": StagedProposer,
     }
     kind: type[Proposer] = kinds.get(name.split(",")[0], RowHeadsProposer)

@@ -27,7 +27,7 @@ from outrider.lab.train.run import Job, train_heads
 from outrider.lab.train.settings import LOSSES, TrainSettings, divergence, overlap
 from outrider.lab.train.target import FrozenTarget
 from outrider.propose.base import ProposeRequest
-from outrider.propose.beside_target import FeatureTextProposer
+from outrider.propose.beside_target import ProposerBesideTarget
 from outrider.records import DataSettings, read_manifest
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
@@ -266,13 +266,13 @@ def test_what_is_measured_is_what_the_engine_asks(tmp_path: Path, monkeypatch: p
     assert measured == [[4, 5, 6, 7], [4, 5, 6]]
 
     behind: list[int] = []
-    propose = FeatureTextProposer._growth
+    propose = ProposerBesideTarget._growth
 
-    def seen(self: FeatureTextProposer, request: ProposeRequest, *args: int) -> Any:
+    def seen(self: ProposerBesideTarget, request: ProposeRequest, *args: int) -> Any:
         behind.append(len(request.sequence.token_ids) - 1)
         return propose(self, request, *args)
 
-    monkeypatch.setattr(FeatureTextProposer, "_growth", seen)
+    monkeypatch.setattr(ProposerBesideTarget, "_growth", seen)
     with LLM(path, dtype="float32", speculation={"method": "eagle1", "model": str(tmp_path / "head")}) as llm:
         llm.generate([[0, 1, 2, 3]], SamplingParams(temperature=0, max_tokens=5))
     assert min(behind) == measured[0][0]

@@ -37,16 +37,11 @@ _REMEDY = "Give a folder that was written by outrider.heads.checkpoint.save_head
 
 
 class Witness(NamedTuple):
-    """What the target's hidden states were for a fixed text, where the heads were made. Another target, layer or norm
-    gives others, and heads that read those would guess no better than by chance.
+    """The target's hidden states for a fixed text, where the heads were made. Another target, layer or norm
+    gives others, and heads that read those would guess no better than by chance."""
 
-    Attributes:
-        token_ids: [n] a text.
-        features: [n, hidden_size] of its tokens in float32, as the heads read them.
-    """
-
-    token_ids: Tensor
-    features: Tensor
+    token_ids: Tensor  # [n] a text
+    features: Tensor  # [n, hidden_size] of its tokens in float32, as the heads read them
 
 
 def witness_tokens(vocab_size: int) -> Tensor:
@@ -55,7 +50,7 @@ def witness_tokens(vocab_size: int) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """What a checkpoint holds."""
+    """A checkpoint of heads in memory."""
 
     config: HeadsConfig
     network: HeadNetwork
@@ -65,17 +60,8 @@ class Heads(NamedTuple):
 def save_heads(folder: str | os.PathLike[str], network: HeadNetwork, witness: Witness) -> Path:
     """Write heads to a folder, which is made if need be; heads that are there already are replaced.
 
-    Args:
-        folder: Where.
-        network: Their layers, and in these their configuration.
-        witness: The target's hidden states for `witness_tokens`, as the heads read them.
-
     Returns:
         The file.
-
-    Raises:
-        InvalidParameterError: The witness is of another shape.
-        OSError: The disk is full, or the folder cannot be written.
     """
     from safetensors.torch import save
 
@@ -98,12 +84,7 @@ def save_heads(folder: str | os.PathLike[str], network: HeadNetwork, witness: Wi
 
 
 def load_heads(folder: str | os.PathLike[str]) -> Heads:
-    """Read heads from a folder, in the dtype in which they were saved.
-
-    Raises:
-        InvalidParameterError: No such folder.
-        ModelLoadError: It holds no heads, or heads that are corrupt, of another form, or pickled.
-    """
+    """Read heads from a folder, in the dtype in which they were saved."""
     path = Path(folder) / FILE
     if not path.parent.is_dir():
         raise InvalidParameterError("model", str(folder), "no such folder", f"Give the folder that holds {FILE}.")
@@ -168,12 +149,7 @@ TOLERANCE = 0.25
 
 
 def describe_target(model: Any, name: str) -> HeadTarget:
-    """What heads note of the target that they are made for.
-
-    Args:
-        model: The stock model of transformers.
-        name: Path or hub id, to show.
-    """
+    """Notes the target that heads are made for, a stock model of transformers, under a name to show."""
     config = model.config.get_text_config(decoder=True)
     return HeadTarget(
         name=name,
@@ -185,26 +161,14 @@ def describe_target(model: Any, name: str) -> HeadTarget:
 
 
 def take_witness(model: Any, config: HeadsConfig) -> Witness:
-    """What heads note of the hidden states of the target that they are made for.
-
-    Args:
-        model: The stock model of transformers, with its weights in its own modules.
-        config: Of the heads.
-    """
+    """Notes the hidden states of the target that heads are made for, whose weights are in its own modules."""
     tokens = witness_tokens(config.target.vocab_size)
     features = hf.layer_features(model, tokens[None].to(model.device), config.layer, normed=config.normed)
     return Witness(tokens, features[0].float().cpu())
 
 
 def check_pairing(folder: str, config: HeadsConfig, witness: Witness, target: Target) -> None:
-    """Raise HeadMismatchError unless heads were made for this target.
-
-    Args:
-        folder: Of the heads, to name.
-        config: What they say of themselves.
-        witness: What they were shown.
-        target: The target.
-    """
+    """Raise HeadMismatchError unless heads were made for this target."""
     meant = config.target
     found = {
         "model_type": target.model_type,
@@ -229,7 +193,7 @@ def check_pairing(folder: str, config: HeadsConfig, witness: Witness, target: Ta
 
 
 def read_features(config: HeadsConfig, target: Target, hidden: Tensor) -> Tensor:
-    """What heads read, from hidden states of the target.
+    """Returns what heads read, from hidden states of the target.
 
     Args:
         config: Of the heads.
@@ -281,7 +245,7 @@ class RunningHeads:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, num_heads: int) -> Tensor:
-        """What the first heads hold likely.
+        """Computes what the first heads hold likely.
 
         Args:
             hidden: [n, hidden_size] of the target, as it shows them.
@@ -297,13 +261,7 @@ class RunningHeads:
 
 
 def open_heads(folder: str, method: str, target: Target) -> RunningHeads:
-    """Heads from a folder, for a method.
-
-    Raises:
-        InvalidParameterError: No such folder.
-        ModelLoadError: It holds no heads that can be read.
-        HeadMismatchError: They are of another kind, or were made for another target.
-    """
+    """Heads from a folder beside their target. HeadMismatchError where they are for another method or target."""
     config, network, witness = load_heads(folder)
     if config.method != method:
         problem = f"its heads are for method={config.method!r}, and method={method!r} was asked for"

@@ -1,28 +1,77 @@
-"""Heads that read the target's features: their shape and their layers, whatever format they were published in."""
+"""Networks of heads that stand beside a target and read its features, whatever format they were published in."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from outrider.heads.lone import activation
+from outrider.cache.memory import AddedShape
+from outrider.heads.lone import Look, activation, attend_alone
 from outrider.heads.networks import TargetHead
+from outrider.model.attention import Scores
 
-# --- PublishedNetwork: what the layers of all heads that read the target's features have in common.
+# --- A network beside a target is one or more levels, each of which guesses one token further ahead; a level is one or more
+# layers.
 
 
-class PublishedNetwork(nn.Module):
-    """The layers of a published head. Modules carry the names that such heads are published with.
+class Level(Protocol):
+    """Layers that guess one token."""
 
-    Attributes:
-        config: Its shape.
-        embed_tokens: Embeddings of its own; None where the target lends its own.
-        lm_head: An output layer of its own; None where the target lends its own.
-    """
+    @property
+    def stack(self) -> Sequence[Any]:
+        """Its layers, first to last. Each is called with what it reads of rows, which is what `enter` returned, with where
+        they stand, and with a `Look`; it returns what it leaves [n, hidden_size]. `keys_and_values` of the first two is
+        what it keeps of rows, [n, num_kv_heads, dim] each. Every layer but the first has an `enter` of its own, of what the
+        layer before left."""
+
+    def enter(self, embeddings: Tensor, features: Tensor) -> Any:
+        """Returns what its first layer reads, from embeddings of tokens and the features of the tokens before them, both
+        [n, hidden_size]."""
+
+
+class BesideNetwork(nn.Module):
+    """The layers of a head that stands beside a target; a subclass for each method."""
+
+    #: Whether its first layer reads tokens of the text beside features, and not the features of these tokens alone.
+    reads_tokens: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens: nn.Embedding | None = None  # None where the target lends its own
+        self.lm_head: nn.Linear | None = None  # likewise
+
+    @property
+    def levels(self) -> Sequence[Level]:
+        """Its levels; the last one guesses all tokens that are left."""
+        raise NotImplementedError
+
+    def fuse(self, hidden: list[Tensor]) -> Tensor:
+        """Features [n, hidden_size] of the target's hidden states [n, target_hidden_size], low to high."""
+        (feature,) = hidden
+        return feature
+
+    def next_feature(self, left: Tensor) -> Tensor:
+        """Features [n, hidden_size] that the next token reads, of what a level left."""
+        return left
+
+    def output_states(self, left: Tensor) -> Tensor:
+        """States [n, hidden_size] that the output layer reads, of what a level left."""
+        return left
+
+    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
+        """Logits [n, draft_vocab_size], of what a level left [n, hidden_size]. The target's output layer serves heads
+        without one of their own."""
+        states = self.output_states(left)
+        return target_head(states) if self.lm_head is None else self.lm_head(states)
+
+
+class PublishedNetwork(BesideNetwork):
+    """The layers of a published head, which are one level. Modules carry the names that such heads are published with."""
 
     def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool, own_output: bool) -> None:
         super().__init__()
@@ -30,94 +79,69 @@ class PublishedNetwork(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_output else None
 
-    def fuse(self, hidden: list[Tensor]) -> Tensor:
-        """Features [n, hidden_size] of the target's hidden states [n, target_hidden_size], low to high."""
+    @classmethod
+    def of(cls, config: FeatureHeadConfig, names: Collection[str]) -> PublishedNetwork:
+        """The layers of a head that brings tensors of these names, without their weights."""
+        own_output = config.draft_vocab_size < config.vocab_size or "lm_head.weight" in names
+        return cls(config, own_embedding="embed_tokens.weight" in names, own_output=own_output)
+
+    @property
+    def levels(self) -> Sequence[Level]:
+        return [self]
+
+    @property
+    def stack(self) -> Sequence[HeadLayer]:
+        """Its layers, first to last."""
         raise NotImplementedError
 
-    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
-        """Logits [n, draft_vocab_size], of what the last layer left [n, hidden_size].
-
-        Args:
-            left: What the layer left.
-            target_head: The target's output layer, for heads without one of their own.
-        """
-        states = self.output_states(left)
-        return target_head(states) if self.lm_head is None else self.lm_head(states)
-
-    def output_states(self, left: Tensor) -> Tensor:
-        """What the output layer reads [n, hidden_size], of what the last layer left."""
+    def enter(self, embeddings: Tensor, features: Tensor) -> LayerInput:
+        """Returns what its first layer reads: see `Level`."""
         raise NotImplementedError
-
-
-# --- The layers of heads that read the target's features: a fusion, one layer with attention, an output layer.
 
 
 class LayerInput(NamedTuple):
-    """What the layer of a head reads.
+    """Rows as the layer of a head reads them."""
 
-    Attributes:
-        rows: [n, width] as its attention reads them.
-        residual: [n, hidden_size] what its attention adds to.
-    """
+    rows: Tensor  # [n, width] as its attention reads them
+    residual: Tensor  # [n, hidden_size] what its attention adds to
 
-    rows: Tensor
-    residual: Tensor
+
+# --- Heads that draft token by token with one layer.
 
 
 class FeatureHeadNetwork(PublishedNetwork):
-    """The layers of a head that drafts token by token; a subclass for each method.
-
-    Attributes:
-        layer: Its layer.
-    """
+    """The layer of a head that drafts token by token, and what stands around it."""
 
     def __init__(self, config: FeatureHeadConfig, layer: HeadLayer, *, own_embedding: bool, own_output: bool) -> None:
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)
         self.layer = layer
 
-    def enter(self, embeddings: Tensor, features: Tensor) -> LayerInput:
-        """From embeddings of tokens and the features of the tokens before them, both [n, hidden_size]."""
-        raise NotImplementedError
-
-    def next_feature(self, left: Tensor) -> Tensor:
-        """What the next token reads [n, hidden_size], of what the layer left."""
-        return left
+    @property
+    def stack(self) -> Sequence[HeadLayer]:
+        return [self.layer]
 
 
 class Eagle1Network(FeatureHeadNetwork):
-    """The head of EAGLE (Li et al. 2024): one layer continues what the target's final norm leaves, and its head reads it.
-
-    Args:
-        config: Its shape.
-        own_embedding: Whether it brings embeddings.
-        bias: Whether the projection of [embedding, feature] has a bias.
-    """
+    """The head of EAGLE (Li et al. 2024): one layer continues what the target's final norm leaves, and its head reads
+    it."""
 
     def __init__(self, config: FeatureHeadConfig, *, own_embedding: bool, bias: bool) -> None:
         hidden = config.hidden_size
         super().__init__(config, HeadLayer(config.layer, hidden), own_embedding=own_embedding, own_output=False)
         self.fc = nn.Linear(2 * hidden, hidden, bias=bias)
 
-    def fuse(self, hidden: list[Tensor]) -> Tensor:
-        (feature,) = hidden
-        return feature
+    @classmethod
+    def of(cls, config: FeatureHeadConfig, names: Collection[str]) -> PublishedNetwork:
+        return cls(config, own_embedding="embed_tokens.weight" in names, bias="fc.bias" in names)
 
     def enter(self, embeddings: Tensor, features: Tensor) -> LayerInput:
         rows = self.fc(torch.cat([embeddings, features], -1))
         return LayerInput(rows, rows)  # its layer has no norm before attention
 
-    def output_states(self, left: Tensor) -> Tensor:
-        return left
-
 
 class Eagle3Network(FeatureHeadNetwork):
-    """The head of EAGLE-3 (Li et al. 2025): features of several layers are fused, and one layer reads [embedding, feature].
-
-    Args:
-        config: Its shape.
-        own_embedding: Whether it brings embeddings.
-        own_output: Whether it brings an output layer.
-    """
+    """The head of EAGLE-3 (Li et al. 2025): features of several layers are fused, and one layer reads [embedding,
+    feature]."""
 
     layer: Eagle3Layer
 
@@ -151,13 +175,11 @@ class Eagle3Network(FeatureHeadNetwork):
         return normed
 
 
-class HeadLayer(nn.Module):
-    """A decoder layer behind its first norms, which differ by method.
+# --- The layers of published heads.
 
-    Args:
-        layer: transformers' configuration of the layer.
-        width: Of what its attention reads.
-    """
+
+class HeadLayer(nn.Module):
+    """A decoder layer behind its first norms, which differ by method. `width` is that of what its attention reads."""
 
     def __init__(self, layer: Any, width: int) -> None:
         super().__init__()
@@ -165,15 +187,30 @@ class HeadLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.mlp = HeadMLP(layer)
 
+    def enter(self, left: Tensor) -> LayerInput:
+        """Returns what it reads of what the layer before it left."""
+        raise NotImplementedError
+
+    def forward(self, given: LayerInput, tables: tuple[Tensor, Tensor], look: Look) -> Tensor:
+        """Returns what it leaves of rows [n, hidden_size], under cosines and sines [n, head_dim]: see `Level`."""
+        attention = self.self_attn
+        seen = look(*attention.keys_and_values(given.rows, tables))
+        found = attend_alone(attention.queries(given.rows, tables), seen, Scores(attention.scaling))
+        return self.leave(given.residual, found)
+
+    def keys_and_values(self, given: LayerInput, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values that it keeps of rows, [n, num_kv_heads, head_dim] each."""
+        return self.self_attn.keys_and_values(given.rows, tables)
+
     def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """What the layer leaves [n, hidden_size], from what attention found [n, num_heads, head_dim]."""
+        """Returns what it leaves [n, hidden_size], from what attention found [n, num_heads, head_dim]."""
         states = residual + self.self_attn.o_proj(attended.flatten(1))
         left: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return left
 
 
 class Eagle3Layer(HeadLayer):
-    """The same, whose attention reads [embedding, feature] with a norm for each."""
+    """A layer whose attention reads [embedding, feature] with a norm for each."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer, 2 * layer.hidden_size)
@@ -182,12 +219,7 @@ class Eagle3Layer(HeadLayer):
 
 
 class HeadAttention(nn.Module):
-    """Projections of attention, and rotary positions.
-
-    Args:
-        layer: transformers' configuration of the layer.
-        width: Of what it reads.
-    """
+    """Projections of attention, and rotary positions. `width` is that of what it reads."""
 
     def __init__(self, layer: Any, width: int) -> None:
         super().__init__()
@@ -250,41 +282,25 @@ class FeatureNorm(StrEnum):
 
 @dataclass(frozen=True)
 class FeatureHeadConfig:
-    """What a published head says of itself.
+    """A published head, as it describes itself."""
 
-    Attributes:
-        method: Whose head it is: "eagle1" reads what the target's final norm leaves, and the others
-            what enters several layers.
-        layer: transformers' configuration of its layer: sizes, activation, rotary factors.
-        target_hidden_size: Width of the target's hidden states.
-        vocab_size: Width of the target's logits.
-        draft_vocab_size: Width of its own logits.
-        aux_layers: Layers of the target whose *inputs* it reads, low to high; None for those that its method names by the
-            target's number of layers.
-        feature_norm: How these are normed before they are fused.
-        norm_before_residual: Whether what its layer adds to is the normed feature, and not the feature itself.
-        norm_output: Whether the next token reads what the layer left behind the norm of the output layer, and not before.
-        trains_embedding: Whether its own embeddings may be others than the target's.
-        verifier: The model that it was made for, as it names it; empty where it names none.
-        architectures: That model's classes in transformers.
-    """
-
-    method: str
-    layer: Any
+    method: str  # "eagle1" reads what the target's final norm leaves, and the others what enters several layers
+    layer: Any  # transformers' configuration of its layers: sizes, activation, rotary factors
     target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
+    vocab_size: int  # width of the target's logits
+    draft_vocab_size: int  # width of its own logits
+    #: Layers of the target whose *inputs* it reads, low to high; None for those that its method names by their number.
     aux_layers: tuple[int, ...] | None = None
     feature_norm: FeatureNorm = FeatureNorm.NONE
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    trains_embedding: bool = False
-    verifier: str = ""
-    architectures: tuple[str, ...] = ()
+    norm_before_residual: bool = False  # whether its layer adds to the normed feature, and not to the feature itself
+    norm_output: bool = False  # whether the next token reads what is left behind the norm of the output layer
+    trains_embedding: bool = False  # whether its own embeddings may be others than the target's
+    verifier: str = ""  # the model that it was made for, as it names it
+    architectures: tuple[str, ...] = ()  # that model's classes in transformers
 
     @property
     def hidden_size(self) -> int:
-        """Width of its layer."""
+        """Width of its layers."""
         return int(self.layer.hidden_size)
 
     @property
@@ -301,6 +317,7 @@ class FeatureHeadConfig:
         return (num_layers,) if self.method == "eagle1" else (2, num_layers // 2, num_layers - 3)
 
     @property
-    def kept_per_token(self) -> int:
-        """Numbers that it keeps of a token: keys and values."""
-        return 2 * int(self.layer.num_key_value_heads) * int(self.layer.head_dim)
+    def kept(self) -> AddedShape:
+        """Shape of what its layers keep of a text: keys and values, and the feature of the last token."""
+        layer = self.layer
+        return AddedShape(layer.num_hidden_layers, layer.num_key_value_heads, layer.head_dim, self.hidden_size)

@@ -1,21 +1,22 @@
-"""FusedHead: runs the layer of a published EAGLE head in one pass of our kernels."""
+"""FusedRunner: runs the layer of a published EAGLE head in one pass of our kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outrider.cache.memory import AddedShape
+from outrider.cache.memory import AddedLayers
 from outrider.cache.pool import LayerReach
+from outrider.cache.state import KVView
 from outrider.heads.checkpoint import use_kernels
-from outrider.heads.eagle import features_before
 from outrider.heads.features import Eagle3Network, FeatureHeadNetwork
 from outrider.heads.formats.published import PublishedHead
-from outrider.heads.lone import RotaryFactors
-from outrider.heads.placed import PlacedNetwork
+from outrider.heads.rows import DraftRows, TextRows, Work, pass_rows
+from outrider.heads.runner import HeadRunner, features_before
 from outrider.kernels.decoder import DecoderKernel, PassRows, rows_without_context
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.model.families import Family
@@ -33,141 +34,102 @@ _FIRST_POSITIONS = 4096
 _NORMED = 1
 
 
-@dataclass(frozen=True)
-class Left:
-    """What a pass leaves of its rows.
-
-    Attributes:
-        logits: [num_logits, draft_vocab_size] of the rows that wanted them, float32 at least.
-        features: [num_rows, width] that the tokens behind them read.
-    """
-
-    logits: Tensor
-    features: Tensor
-
-
-class FusedHead:
-    """A head of one layer over keys and values in blocks.
-
-    No later row sees the first token of a text, which has no features before it.
-
-    Args:
-        head: As it was published; its network is taken over.
-        target: The target.
-        library: The kernels of this processor.
-
-    Attributes:
-        shape: What its layer keeps.
-        aux_layers: Hidden states of the target that it reads, low to high.
-        dtype: That its rows are computed in.
-        kernel: Its layer and its output layer.
-
-    Raises:
-        HeadMismatchError: It was made for another target.
-    """
+class FusedRunner(HeadRunner[FeatureHeadNetwork]):
+    """A head of one layer over keys and values in blocks. Those of a draft lie in blocks of its own, behind those of the
+    text, so that no level of it copies what is kept of the text. The arguments are those of `HeadRunner`."""
 
     kernel: DecoderKernel
+    _num_positions = 0
 
-    def __init__(self, head: PublishedHead, target: Target, library: KernelLibrary) -> None:
-        assert isinstance(head.network, FeatureHeadNetwork), head.config
-        self._target, self._library = target, library
-        self._placed = PlacedNetwork(head.folder, head.config, head.network, target, self._pack)
-        self._network, self.aux_layers, self.dtype = self._placed.network, self._placed.aux_layers, self._placed.dtype
-        self._rotary, self._positions = RotaryFactors(head.config.layer, target.device), 0
-        layer, width = head.config.layer, head.config.hidden_size
-        self.shape = AddedShape(1, layer.num_key_value_heads, layer.head_dim, feature_size=width, draft_blocks=True)
+    def _pack(self) -> torch.dtype:
+        """Take the layer and the output layer over to the kernels, and what comes before them as for every head."""
+        library = kernel_library()
+        assert library is not None
+        self.kernel = _kernel(self.network, self._target, library)
+        others = (module for name, module in self.network.named_children() if name not in _PACKED)
+        return use_kernels(nn.ModuleList(others), self._target)
+
+    def join(self) -> AddedLayers:
+        self.shape = replace(self.shape, draft_blocks=True)
+        added = super().join()
+        self.kernel.use_memory(added.memory)
+        return added
 
     @torch.inference_mode()
-    def read(
-        self,
-        texts: Sequence[Sequence[int]],
-        positions: Sequence[Sequence[int]],
-        before: Tensor,
-        hidden: Mapping[int, Tensor],
-        slots: list[int],
+    def recompute(self, token_ids: Sequence[int], hidden: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        count = len(token_ids)
+        size = count, self.shape.num_heads, self.shape.head_dim
+        memory = torch.empty(size, dtype=self._target.dtype), torch.empty(size, dtype=self._target.dtype)
+        before = torch.zeros(1, self.shape.feature_size, dtype=self._target.dtype)
+        with self.kernel.other_memory([memory]):
+            self._read(list(token_ids), [range(count)], before, hidden, list(range(count)))
+        return [memory]
+
+    @torch.inference_mode()
+    def _read(
+        self, tokens: list[int], spans: Sequence[range], before: Tensor, hidden: Mapping[int, Tensor], keep: Any
     ) -> Tensor:
-        """Keep what the layer makes of texts that the target has computed.
-
-        Args:
-            texts: The tokens of each.
-            positions: Of these tokens.
-            before: [num_texts, width] the features of the tokens before them.
-            hidden: [n, target_hidden_size] of all tokens in turn, by layer of the target.
-            slots: [n] where their keys and values go in the memory in use.
-
-        Returns:
-            The features [n, width] of the tokens, in the target's dtype.
-        """
-        features = self._placed.fuse(hidden)
-        tokens = [token for text in texts for token in text]
-        rows = rows_without_context(tokens, [place for own in positions for place in own], slots)
-        residual, beside = self._enter(rows, features_before(before, features, [len(text) for text in texts]))
+        features = self.fuse(hidden)
+        rows = rows_without_context(tokens, [place for span in spans for place in span], keep)
+        residual, beside = self._enter(rows, features_before(before, features, spans))
         self.kernel.keep(rows, 0, residual, beside)
         return features
 
-    @torch.inference_mode()
-    def run(self, rows: PassRows, features: Tensor) -> Left:
-        """Compute rows, and write their keys and values to the memory in use.
+    def _keeping(self, added: AddedLayers, texts: Sequence[TextRows]) -> Any:
+        return [slot for text in texts for slot in added.writable_slots(text.kv, text.start, len(text.span))]
 
-        Args:
-            rows: Tokens, where they stand and what they see.
-            features: [num_rows, width] that they read beside their tokens.
-        """
-        residual, beside = self._enter(rows, features)
-        normed = (_NORMED,) if isinstance(self._network, Eagle3Network) else ()
+    def begin(self, added: AddedLayers, kv: KVView, feature: Tensor, room: int, free: Iterator[int]) -> DraftRows | None:
+        draft = DraftRows.of(added.num_filled(kv), feature, room)
+        return draft if draft.lies_in_blocks(kv, added, free) else None
+
+    @torch.inference_mode()
+    def compute(self, work: Sequence[Work], *, wanted: bool) -> Tensor:
+        parts = [(draft, draft.take(tokens, parents)) for draft, tokens, parents in work]
+        computed = [(draft, row) for draft, taken in parts for row in taken]
+        rows = pass_rows(parts, wanted=wanted)
+        read = torch.stack([draft.features[draft.parents[row]].to(self.dtype) for draft, row in computed])
+        residual, beside = self._enter(rows, read)
+        normed = (_NORMED,) if isinstance(self.network, Eagle3Network) else ()
         own = rows if self.kernel.head is not None else replace(rows, logit_rows=[])
         logits, aux, left = self.kernel.forward_part(own, normed, (0,), residual, beside=beside)
         states = aux.get(_NORMED, left)
         if rows.logit_rows and not own.logit_rows:
             logits = self._target.head(states[rows.logit_rows])
-        return Left(upcast_logits(logits), states if self._network.config.norm_output else left)
-
-    @torch.inference_mode()
-    def recompute(self, token_ids: Sequence[int], hidden: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """What is kept of a whole text, for the proofs: see `AddedLayers`."""
-        size = len(token_ids), self.shape.num_heads, self.shape.head_dim
-        memory = torch.empty(size, dtype=self._target.dtype), torch.empty(size, dtype=self._target.dtype)
-        before = torch.zeros(1, self.shape.feature_size, dtype=self._target.dtype)
-        with self.kernel.other_memory([memory]):
-            self.read([token_ids], [range(len(token_ids))], before, hidden, list(range(len(token_ids))))
-        return [memory]
+        for (draft, row), feature in zip(computed, states if self.network.config.norm_output else left, strict=True):
+            draft.features[row] = feature
+        return upcast_logits(logits)
 
     def _enter(self, rows: PassRows, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the layer adds to [n, width], and what its attention reads before it [n, width], where that is another."""
+        """Returns what the layer adds to [n, width], and what its attention reads before it [n, width], where that is
+        another."""
         self._use_positions(max(rows.positions) + 1)
-        embeddings, features = self._placed.embed(rows.tokens), features.to(self._placed.dtype)
-        if isinstance(self._network, Eagle3Network):
+        embeddings, features = self.embed(rows.tokens), features.to(self.dtype)
+        if isinstance(self.network, Eagle3Network):
             return features, embeddings
-        return self._network.enter(embeddings, features).residual, None
+        return self.network.enter(embeddings, features).residual, None
 
     def _use_positions(self, needed: int) -> None:
         """Rotary tables grow by doubling, since most texts are far shorter than what a model allows."""
-        if needed > self._positions:
-            self._positions = max(_FIRST_POSITIONS, 2 * needed)
-            cosines, sines = self._rotary.at(range(self._positions), self._placed.dtype)
+        if needed > self._num_positions:
+            self._num_positions = max(_FIRST_POSITIONS, 2 * needed)
+            cosines, sines = self._where(range(self._num_positions))
             half = cosines.shape[-1] // 2  # every number stands for a pair
             self.kernel.use_rotary([[(cosines[:, :half], sines[:, :half])]])
 
-    def _pack(self, network: FeatureHeadNetwork, target: Target) -> torch.dtype:
-        """Take the layer and the output layer over to the kernels, and what comes before them as for every head."""
-        self.kernel = _kernel(network, target, self._library)
-        return use_kernels(nn.ModuleList(m for name, m in network.named_children() if name not in _PACKED), target)
+
+def open_head(head: PublishedHead, target: Target) -> HeadRunner[FeatureHeadNetwork]:
+    """A head that drafts token by token, in our kernels if these compute the target's passes and know the head."""
+    fused = kernel_library() is not None and target.fused and _is_known(head)
+    return (FusedRunner if fused else HeadRunner).of(head, target)
 
 
-def open_fused(head: PublishedHead, target: Target) -> FusedHead | None:
-    """A head in our kernels, as the target is; None where they do not compute the target's passes, or do not know the head.
-
-    Raises:
-        HeadMismatchError: It was made for another target.
-    """
-    library = kernel_library()
-    if library is None or not target.fused or not isinstance(head.network, FeatureHeadNetwork):
-        return None
+def _is_known(head: PublishedHead) -> bool:
+    """Tells if our kernels have the activation of its layer."""
     try:
         activation_of(head.config.layer, _EAGLE3)
     except ValueError:
-        return None
-    return FusedHead(head, target, library)
+        return False
+    return True
 
 
 def _kernel(network: FeatureHeadNetwork, target: Target, library: KernelLibrary) -> DecoderKernel:

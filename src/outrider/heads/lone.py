@@ -31,18 +31,12 @@ from outrider.model.context import SeenPart
 
 
 class SeenContext(NamedTuple):
-    """What some rows of a layer look at.
+    """The keys and values that some rows of a layer look at."""
 
-    Attributes:
-        rows: Which rows.
-        keys, values: [num_slots, num_kv_heads, dim]
-        mask: [num_rows, num_slots] additive; None where every row sees everything.
-    """
-
-    rows: slice
-    keys: Tensor
+    rows: slice  # which rows
+    keys: Tensor  # [num_slots, num_kv_heads, dim]
     values: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # [num_rows, num_slots] additive; None where every row sees everything
 
 
 #: Keeps the keys and values of all rows of a layer, [n, num_kv_heads, dim] each, and says what these rows see, in their
@@ -51,7 +45,7 @@ Look = Callable[[Tensor, Tensor], Sequence[SeenContext]]
 
 
 def attend_alone(queries: Tensor, seen: Sequence[SeenContext], scores: Scores) -> Tensor:
-    """What rows find [n, num_heads, value_dim], of their queries [n, num_heads, head_dim]."""
+    """The values that rows find [n, num_heads, value_dim], of their queries [n, num_heads, head_dim]."""
     parts = [(each, SeenPart(slice(0, len(each.keys)), causal=False, mask=each.mask)) for each in seen]
     return torch.cat(
         [attend(queries[each.rows].transpose(0, 1), each.keys, each.values, part, scores) for each, part in parts]
@@ -65,7 +59,7 @@ def layer_config(kind: str, fields: Mapping[str, Any]) -> Any:
 
 
 def knows_activation(name: object) -> bool:
-    """Whether there is an activation of this name."""
+    """Tells if there is an activation of this name."""
     return isinstance(name, str) and name in ACT2FN
 
 
@@ -76,12 +70,7 @@ def activation(name: str) -> nn.Module:
 
 
 class RotaryFactors:
-    """Cosines and sines of a layer by position.
-
-    Args:
-        config: Of the layer, from `layer_config`.
-        device: Where they are made.
-    """
+    """Cosines and sines of a layer by position."""
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self._module = LlamaRotaryEmbedding(config).to(device)
@@ -101,7 +90,7 @@ def model_class(model_type: str) -> str | None:
 
 
 def is_model_class(name: str) -> bool:
-    """Whether transformers has a causal language model of this class."""
+    """Tells if transformers has a causal language model of this class."""
     return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
@@ -114,7 +103,7 @@ _UNUSED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 class KeptWidths(NamedTuple):
-    """What a layer keeps of a token: so many heads with keys and values of so many numbers."""
+    """A layer keeps of a token so many heads with keys and values of so many numbers."""
 
     num_heads: int
     key_dim: int
@@ -142,7 +131,7 @@ class LoneDecoder(nn.Module):
         return norm
 
     def forward(self, states: Tensor, positions: Sequence[int], look: Look) -> Tensor:
-        """What the layer leaves of rows, behind the norm.
+        """Returns the rows [n, hidden_size] that the layer leaves, behind the norm.
 
         Args:
             states: [n, hidden_size] what the layer reads.
@@ -184,13 +173,8 @@ class LoneDecoder(nn.Module):
 
 
 def lone_config(config: Any, *, experts: bool, layer_type: str | None) -> Any:
-    """The configuration of a model of one layer, of the same type.
-
-    Args:
-        config: Of a model of that type.
-        experts: Whether the layer has a mixture of experts, where layers of the type may have one.
-        layer_type: Its kind of attention, where the type has several.
-    """
+    """The configuration of a model of one layer, of the same type. Where layers of the type may have a mixture of experts,
+    or several kinds of attention, it says which this one has."""
     lone = deepcopy(config)
     lone.__dict__.pop("quantization_config", None)
     values: dict[str, Any] = {
@@ -213,7 +197,7 @@ def lone_config(config: Any, *, experts: bool, layer_type: str | None) -> Any:
 
 
 def kept_widths(config: Any) -> KeptWidths:
-    """What the layer of a `lone_config` keeps of a token, as its own code says."""
+    """Returns the widths that the layer of a `lone_config` keeps of a token, as its own code says."""
     with torch.device("meta"):
         decoder = LoneDecoder(empty_lone(str(config.model_type), config))
         keys, values = decoder.keys_and_values(torch.empty(1, config.hidden_size, dtype=decoder.stack.dtype), [0])
@@ -228,19 +212,10 @@ def load_lone_decoder(
     device: torch.device,
     fill: Callable[[nn.Module], None] = lambda model: None,
 ) -> LoneDecoder:
-    """A layer with its weights.
+    """Loads a layer of a `lone_config` with its weights, by the names that a checkpoint of the type has for them behind
+    "model.": "layers.0.*" and "norm.weight". A ModelLoadError names the tensor that is missing or does not fit.
 
-    Args:
-        name: Of the checkpoint, to show.
-        config: From `lone_config`.
-        tensors: By name, as a checkpoint of the type names them behind "model.": "layers.0.*" and "norm.weight".
-        dtype: Of the weights.
-        device: Where they lie.
-        fill: Gives the model what `tensors` have no numbers for.
-
-    Raises:
-        ModelLoadError: A tensor is missing, of another shape, or belongs to no part of the layer.
-    """
+    `fill` gives the model what `tensors` have no numbers for."""
     state = {f"model.{key}": tensor for key, tensor in tensors.items()}
     state |= {key: torch.zeros(1, config.hidden_size) for key in _UNUSED}
     load, how = type(empty_lone(name, config)).from_pretrained, {"config": config, "state_dict": state, "dtype": dtype}
@@ -267,15 +242,7 @@ def empty_lone(name: str, config: Any) -> Any:
 
 
 def new_tensors(name: str, config: Any) -> dict[str, Tensor]:
-    """Weights with which training begins, by the names that `load_lone_decoder` takes.
-
-    Args:
-        name: Of the model that the layer is for, to show.
-        config: From `lone_config`.
-
-    Raises:
-        ModelLoadError: A layer of this type cannot be built.
-    """
+    """Weights with which training begins, by the names that `load_lone_decoder` takes."""
     from transformers import AutoModelForCausalLM
 
     model = attempt(name, "a layer of it cannot be built", AutoModelForCausalLM.from_config, config)
@@ -283,7 +250,8 @@ def new_tensors(name: str, config: Any) -> dict[str, Tensor]:
 
 
 def _saved(model: Any) -> dict[str, Tensor]:
-    """What transformers writes of a model of one layer, by the names behind "model."; what is not used is left out."""
+    """Returns the tensors that transformers writes of a model of one layer, by the names behind "model."; what is not used
+    is left out."""
     from safetensors.torch import load_file
 
     with TemporaryDirectory() as folder, exclusive_transformers():
@@ -326,7 +294,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in the layer."""
+    """The attention that transformers calls in the layer."""
     look = _look.get()
     assert look is not None, "attention called outside a pass of a lone decoder"
     seen = look(key[0].transpose(0, 1), value[0].transpose(0, 1))

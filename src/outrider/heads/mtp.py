@@ -1,8 +1,8 @@
-"""MtpHead: runs the layers for the prediction of several tokens that a target's own checkpoint carries."""
+"""Runs the layers for the prediction of several tokens that a target's own checkpoint carries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from outrider.cache.memory import AddedShape
 from outrider.errors import ModelLoadError
-from outrider.heads.checkpoint import use_kernels
-from outrider.heads.eagle import FeatureHead
+from outrider.heads.features import BesideNetwork
 from outrider.heads.formats.mtp import MtpConfig, MtpTensors, read_mtp, read_mtp_config
-from outrider.heads.lone import LoneDecoder, Look, empty_lone, kept_widths, load_lone_decoder
+from outrider.heads.lone import LoneDecoder, empty_lone, kept_widths, load_lone_decoder
+from outrider.heads.runner import HeadRunner
 from outrider.kernels.library import kernel_library
 from outrider.kernels.weights import keep_quantised, round_rows
 from outrider.loading.gguf.header import is_gguf
@@ -22,12 +22,8 @@ from outrider.model.target import Target
 
 
 class MtpLayer(nn.Module):
-    """One layer: a decoder layer of the target's type reads [embedding, feature], each behind a norm of its own.
-
-    Args:
-        tensors: As its file has it, in the dtype and on the device of the decoder layer.
-        decoder: The decoder layer.
-    """
+    """One layer: a decoder layer of the target's type reads [embedding, feature], each behind a norm of its own. The
+    tensors are in the dtype and on the device of the decoder layer."""
 
     def __init__(self, tensors: MtpTensors, decoder: LoneDecoder) -> None:
         super().__init__()
@@ -38,87 +34,50 @@ class MtpLayer(nn.Module):
         self.fc.weight = nn.Parameter(tensors.fc, requires_grad=False)
         self.decoder = decoder
 
+    @property
+    def stack(self) -> Sequence[LoneDecoder]:
+        """The decoder layer, which makes its own rotary positions."""
+        return [self.decoder]
+
     def enter(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        """What the decoder layer reads [n, hidden_size], of embeddings and features of the same shape."""
+        """Rows [n, hidden_size] that the decoder layer reads, of embeddings and features of the same shape."""
         read: Tensor = self.fc(torch.cat([self.embedding_norm(embeddings), self.hidden_norm(features)], -1))
         return read
 
 
-class MtpHead(FeatureHead):
-    """The layers of a target.
+class MtpNetwork(BesideNetwork):
+    """The layers of a target, each of which is a level."""
 
-    Args:
-        target: The target.
-        folder: A folder or GGUF file that holds them; None for the target's own.
+    def __init__(self, layers: Sequence[MtpLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
 
-    Raises:
-        InvalidParameterError: There is no such folder.
-        UnsupportedModelError: The checkpoint carries no such layers, or has no folder.
-        ModelLoadError: They cannot be read.
-    """
+    @property
+    def levels(self) -> Sequence[MtpLayer]:
+        return [layer for layer in self.layers if isinstance(layer, MtpLayer)]
 
-    def __init__(self, target: Target, folder: str | None = None) -> None:
-        super().__init__(target)
-        folder = target.folder() if folder is None else folder
-        config = read_mtp_config(folder, target.config)
-        self.shape = mtp_shape(config)
-        self.window = config.window
-        self.aux_layers = (target.num_layers,)
-        place = (target.dtype, target.device)
-        if is_gguf(folder):
-            file = PredictionLayers(folder, target.config)
-            layers = [load_file_layer(folder, config, file, number, *place) for number in range(config.num_layers)]
-            if target.rounds_rows:
-                for layer in layers:
-                    round_rows(layer, layer.decoder.expert_stacks())
-        else:
-            layers = [load_mtp_layer(folder, config, tensors, *place) for tensors in read_mtp(folder, target.config)]
-        self._layers = nn.ModuleList(layers)
-        library = kernel_library()
-        if library is not None:
-            for layer in layers:
-                layer.decoder.use_packed_experts(library)
-        self.dtype = use_kernels(self._layers, target)
 
-    @torch.inference_mode()
-    def fuse(self, hidden: Mapping[int, Tensor]) -> Tensor:
-        (layer,) = self.aux_layers
-        return hidden[layer].to(self._target.dtype)
-
-    @torch.inference_mode()
-    def keys_and_values(
-        self, layer: int, token_ids: Sequence[int], features: Tensor, positions: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        read = self._enter(layer, token_ids, features)
-        keys, values = self._decoder(layer).keys_and_values(read, positions)
-        return keys.to(self._target.dtype), values.to(self._target.dtype)
-
-    @torch.inference_mode()
-    def run(self, layer: int, token_ids: Sequence[int], features: Tensor, positions: Sequence[int], look: Look) -> Tensor:
-        left: Tensor = self._decoder(layer)(self._enter(layer, token_ids, features), positions, look)
-        return left
-
-    def next_feature(self, left: Tensor) -> Tensor:
-        return left
-
-    @torch.inference_mode()
-    def logits(self, left: Tensor) -> Tensor:
-        return self._target.head(left)
-
-    def _enter(self, layer: int, token_ids: Sequence[int], features: Tensor) -> Tensor:
-        return self._layer(layer).enter(self._embed(token_ids), features.to(self.dtype))
-
-    def _decoder(self, layer: int) -> LoneDecoder:
-        return self._layer(layer).decoder
-
-    def _layer(self, layer: int) -> MtpLayer:
-        found = self._layers[layer]
-        assert isinstance(found, MtpLayer)
-        return found
+def open_mtp(target: Target, folder: str | None = None) -> HeadRunner[MtpNetwork]:
+    """The layers of a target beside it, from a folder or a GGUF file that holds them; None for the target's own."""
+    folder = target.folder() if folder is None else folder
+    config, place = read_mtp_config(folder, target.config), (target.dtype, target.device)
+    if is_gguf(folder):
+        file = PredictionLayers(folder, target.config)
+        layers = [load_file_layer(folder, config, file, number, *place) for number in range(config.num_layers)]
+    else:
+        layers = [load_mtp_layer(folder, config, tensors, *place) for tensors in read_mtp(folder, target.config)]
+    if target.rounds_rows:  # of blocks alone
+        for layer in layers:
+            round_rows(layer, layer.decoder.expert_stacks())
+    library = kernel_library()
+    if library is not None:
+        for layer in layers:
+            layer.decoder.use_packed_experts(library)
+    return HeadRunner(MtpNetwork(layers), target, (target.num_layers,), mtp_shape(config), window=config.window)
 
 
 def mtp_shape(config: MtpConfig) -> AddedShape:
-    """What such layers keep of a text."""
+    """Shape of what such layers keep of a text."""
     kept = kept_widths(config.layer)
     features = config.num_layers * int(config.layer.hidden_size)
     return AddedShape(config.num_layers, kept.num_heads, kept.key_dim, features, kept.value_dim)
@@ -127,18 +86,7 @@ def mtp_shape(config: MtpConfig) -> AddedShape:
 def load_mtp_layer(
     folder: str, config: MtpConfig, tensors: MtpTensors, dtype: torch.dtype, device: torch.device
 ) -> MtpLayer:
-    """A layer with its weights.
-
-    Args:
-        folder: Where they come from, to name.
-        config: Of the layer.
-        tensors: Its weights.
-        dtype: In which it has them.
-        device: Where they lie.
-
-    Raises:
-        ModelLoadError: A tensor is missing, of another shape, or belongs to no part of the layer.
-    """
+    """A layer with its weights from a folder, in this dtype and on this device."""
     hidden = int(config.layer.hidden_size)
     shapes = {"fc": [hidden, 2 * hidden], "embedding_norm": [hidden], "hidden_norm": [hidden]}
     for name, shape in shapes.items():

@@ -24,37 +24,24 @@ Output = Literal["own", "target"]
 
 
 class HeadTarget(Frozen):
-    """The target that heads were made for.
+    """The target that heads were made for."""
 
-    Attributes:
-        name: Path or hub id, to show; another copy of the same model fits as well.
-        model_type: The kind of model, as its configuration says.
-        num_layers: Decoder layers.
-        hidden_size: Width of its hidden states.
-        vocab_size: Width of its logits.
-    """
-
-    name: str
-    model_type: str
-    num_layers: int = Field(ge=1, description="Use 1 or more.")
-    hidden_size: int = Field(ge=1, description="Use 1 or more.")
-    vocab_size: int = Field(ge=1, description="Use 1 or more.")
+    name: str  # path or hub id, to show; another copy of the same model fits as well
+    model_type: str  # the kind of model, as its configuration says
+    num_layers: int = Field(ge=1, description="Use 1 or more.")  # decoder layers
+    hidden_size: int = Field(ge=1, description="Use 1 or more.")  # width of its hidden states
+    vocab_size: int = Field(ge=1, description="Use 1 or more.")  # width of its logits
 
 
 class HeadsConfig(Frozen):
-    """What all kinds of heads say.
-
-    Attributes:
-        target: Whom they are for.
-        layer: They read what the first so many layers of the target leave; 1 to the target's number of layers.
-        normed: Whether the target's final norm is applied to that before they read it.
-    """
+    """The settings that all kinds of heads have."""
 
     method: ClassVar[str]
 
-    target: HeadTarget
+    target: HeadTarget  # whom they are for
+    #: They read what the first so many layers of the target leave; 1 to the target's number of layers.
     layer: int = Field(ge=1, description="Use 1 to the number of the target's layers.")
-    normed: bool
+    normed: bool  # whether the target's final norm is applied to that before they read it
 
     @property
     def num_heads(self) -> int:
@@ -85,20 +72,16 @@ class RowHeadsConfig(HeadsConfig):
 
 
 class MedusaConfig(RowHeadsConfig):
-    """Heads with residual blocks, independent of each other (Cai et al. 2024).
-
-    Attributes:
-        heads: How many; head i guesses the token i + 1 places behind the one that the target itself is about to write.
-        blocks: Residual blocks in each head.
-        width: Width of these blocks. Where it is not the target's, a projection of all heads comes first.
-        output: "own" for an output layer in each head, "target" for the target's.
-    """
+    """Heads with residual blocks, independent of each other (Cai et al. 2024)."""
 
     method: ClassVar[str] = "medusa"
 
+    #: How many; head i guesses the token i + 1 places behind the one that the target itself is about to write.
     heads: int = Field(ge=1, le=MAX_HEADS, description=f"Use 1 to {MAX_HEADS}.")
-    blocks: int = Field(1, ge=1, le=8, description="Use 1 to 8.")
+    blocks: int = Field(1, ge=1, le=8, description="Use 1 to 8.")  # residual blocks in each head
+    #: Width of these blocks. Where it is not the target's, a projection of all heads comes first.
     width: int = Field(ge=1, description="Use 1 or more; the target's hidden size is usual.")
+    #: "own" for an output layer in each head, "target" for the target's.
     output: Output = Field("own", description="Use own or target.")
 
     @property
@@ -113,17 +96,13 @@ class MedusaConfig(RowHeadsConfig):
 
 
 class BlockwiseConfig(RowHeadsConfig):
-    """Heads behind one hidden layer, with the target's output layer (Stern et al. 2018).
-
-    Attributes:
-        heads: How many; head i guesses the token i + 1 places behind the one that the target itself is about to write.
-        inner: Units of the hidden layer for each head.
-    """
+    """Heads behind one hidden layer, with the target's output layer (Stern et al. 2018)."""
 
     method: ClassVar[str] = "blockwise"
 
+    #: How many; head i guesses the token i + 1 places behind the one that the target itself is about to write.
     heads: int = Field(ge=1, le=MAX_HEADS, description=f"Use 1 to {MAX_HEADS}.")
-    inner: int = Field(ge=1, description="Use 1 or more.")
+    inner: int = Field(ge=1, description="Use 1 or more.")  # units of the hidden layer for each head
 
     @property
     def num_heads(self) -> int:
@@ -138,19 +117,15 @@ class BlockwiseConfig(RowHeadsConfig):
 class ExitConfig(HeadsConfig):
     """A head with which the target's first layers draft the next token.
 
-    Where `normed` is false it has a norm of its own.
-
-    Attributes:
-        width: Width of its norm and of what its output layer reads. Where it is not the target's, a projection comes first.
-        output: "own" for an output layer of its own, "target" for the target's.
-        norm_eps: What its own norm adds to a variance.
-    """
+    Where `normed` is false it has a norm of its own."""
 
     method: ClassVar[str] = "exit"
 
+    #: Width of its norm and of what its output layer reads. Where it is not the target's, a projection comes first.
     width: int = Field(ge=1, description="Use 1 or more; the target's hidden size is usual.")
+    #: "own" for an output layer of its own, "target" for the target's.
     output: Output = Field("own", description="Use own or target.")
-    norm_eps: float = Field(1e-5, gt=0.0, description="Use a small number above 0.")
+    norm_eps: float = Field(1e-5, gt=0.0, description="Use a small number above 0.")  # what its own norm adds to a variance
 
     @property
     def num_heads(self) -> int:
@@ -167,11 +142,7 @@ _KINDS: dict[str, type[HeadsConfig]] = {kind.method: kind for kind in (MedusaCon
 
 
 def read_config(mapping: Mapping[str, Any]) -> HeadsConfig:
-    """The configuration from what `HeadsConfig.as_mapping` wrote.
-
-    Raises:
-        InputError: It is of another form, of an unknown kind, or has a setting that is missing or out of range.
-    """
+    """The configuration from what `HeadsConfig.as_mapping` wrote."""
     values = dict(mapping)
     form, method, target = values.pop("format", None), values.pop("method", None), values.pop("target", None)
     if form != FORMAT:
@@ -205,16 +176,12 @@ TargetHead = Callable[[Tensor], Tensor]
 
 
 class HeadNetwork(nn.Module):
-    """The layers of heads; a subclass for each kind.
+    """The layers of heads; a subclass for each kind."""
 
-    Attributes:
-        config: Their shape.
-    """
-
-    config: HeadsConfig
+    config: HeadsConfig  # their shape
 
     def forward(self, features: Tensor, target_head: TargetHead, num_heads: int | None = None) -> Tensor:
-        """What the first heads hold likely.
+        """Computes what the first heads hold likely.
 
         Args:
             features: [n, hidden_size] of the target, as the configuration says they are read.

@@ -29,14 +29,9 @@ from outrider.propose.trees.growth import Growth, add_level, level_logits
 
 
 class SharedLayersProposer(Proposer):
-    """Greedy, drawn or coupled chains and trees from some of the target's layers and a head, batched over sequences.
-
-    Args:
-        target: The target.
-        layers: Which of its layers run, in ascending order.
-        bridge: From the tokens of its head to those that are drafted.
-        heads: Whose first head reads what these layers leave; None for the target's own norm and head.
-        min_confidence: Nothing is drafted behind a token whose own draft probability is smaller.
+    """Greedy, drawn or coupled chains and trees from some of the target's layers, in ascending order, batched over
+    sequences. The first of the heads reads what these layers leave; without heads it is the target's own norm and head that
+    does.
 
     Raises:
         UnsupportedModelError: The target's layers cannot be chosen from.
@@ -51,11 +46,8 @@ class SharedLayersProposer(Proposer):
         min_confidence: float = 0.0,
     ) -> None:
         target.try_layers(layers)
-        self.target = target
-        self.layers = layers
-        self._bridge = bridge
-        self._heads = heads
-        self._min_confidence = min_confidence
+        self.target, self.layers = target, layers
+        self._bridge, self._heads, self._min_confidence = bridge, heads, min_confidence
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         growths = [Growth.of(request, request.budget, request.max_depth, self._min_confidence) for request in requests]

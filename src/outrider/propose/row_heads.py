@@ -33,34 +33,22 @@ from outrider.propose.trees.growth import Growth, grow_by_depth, wanted_places
 
 
 class _Feature(NamedTuple):
-    """What the target left at the last row of a text that is computed.
-
-    Attributes:
-        position: Of the row.
-        hidden: [hidden_size]
-    """
+    """The hidden state that the target left at the last row of a text that is computed."""
 
     position: int
-    hidden: Tensor
+    hidden: Tensor  # [hidden_size]
 
 
 class RowHeadsProposer(Proposer):
     """Greedy, drawn or coupled chains and trees from heads that are independent of each other, batched over sequences.
 
     All nodes of one depth are chosen from the probabilities of one head, whatever stands before them in the draft.
-
-    Args:
-        heads: The heads.
-        bridge: From the tokens that they draft to the target's.
-        min_confidence: Nothing is drafted behind a token whose own draft probability is smaller.
     """
 
     def __init__(self, heads: RunningHeads, bridge: Bridge, min_confidence: float = 0.0) -> None:
         self.requires = Requirements(aux_layers=(heads.config.layer,))
-        self._heads = heads
-        self._bridge = bridge
-        self._min_confidence = min_confidence
-        self._features: dict[int, _Feature] = {}
+        self._heads, self._bridge, self._min_confidence = heads, bridge, min_confidence
+        self._features: dict[int, _Feature] = {}  # by sequence
 
     def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
         if parent.seq_id in self._features:
@@ -120,11 +108,7 @@ class FolderMethod(Method):
     min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
 
     def folder(self) -> str:
-        """The folder.
-
-        Raises:
-            InvalidParameterError: None is named.
-        """
+        """The folder; InvalidParameterError where none is named."""
         if self.model is None:
             remedy = "Give the local folder of heads that were trained for this target."
             raise InvalidParameterError("model", None, f"method={self.name!r} needs one", remedy)
@@ -135,14 +119,11 @@ class HeadMethod(FolderMethod):
     """Heads that were trained for this target, as this package writes them."""
 
     def open(self, context: ProposerContext) -> RunningHeads:
-        """The heads.
-
-        Raises:
-            InvalidParameterError: No folder is named, or there is no such folder.
-            ModelLoadError: It holds no heads that can be read.
-            HeadMismatchError: They are of another kind, or were made for another target.
-        """
+        """The heads beside their target."""
         return open_heads(self.folder(), self.name, context.target)
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return RowHeadsProposer(self.open(context), SameVocabulary(context.vocab_size), self.min_confidence)
 
 
 # --- Medusa: heads on the target's last hidden state guess several tokens ahead at once (Cai et al. 2024).
@@ -164,9 +145,6 @@ class Medusa(HeadMethod):
     name: ClassVar[str] = "medusa"
     default_num_draft_tokens: ClassVar[int] = 4
 
-    def build(self, context: ProposerContext) -> Proposer:
-        return RowHeadsProposer(self.open(context), SameVocabulary(context.vocab_size), self.min_confidence)
-
 
 # --- Blockwise parallel decoding (Stern et al. 2018).
 #
@@ -187,6 +165,3 @@ class Blockwise(HeadMethod):
     name: ClassVar[str] = "blockwise"
     default_num_draft_tokens: ClassVar[int] = 4
     drafts_in_one_pass: ClassVar[bool] = True
-
-    def build(self, context: ProposerContext) -> Proposer:
-        return RowHeadsProposer(self.open(context), SameVocabulary(context.vocab_size), self.min_confidence)

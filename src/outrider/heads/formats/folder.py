@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from outrider.errors import InvalidParameterError, ModelLoadError
-from outrider.heads.features import FeatureHeadConfig, FeatureNorm
+from outrider.heads.features import FeatureHeadConfig, FeatureNorm, PublishedNetwork
 from outrider.heads.lone import knows_activation, layer_config
 from outrider.loading.sources import WHOLE, check_files, indexed_files
 
@@ -31,12 +31,7 @@ class HeadTensor(NamedTuple):
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The configuration in a folder.
-
-    Raises:
-        InvalidParameterError: No such folder.
-        ModelLoadError: It holds no configuration, or one that is no mapping.
-    """
+    """The configuration in a folder."""
     _check_folder(folder, f"Give the folder that holds the head's {CONFIG}.")
     try:
         found = json.loads((Path(folder) / CONFIG).read_text("utf-8"))
@@ -50,26 +45,13 @@ def read_config(folder: str) -> dict[str, Any]:
 
 
 def list_tensors(folder: str) -> list[str]:
-    """The names of all tensors in a folder.
-
-    Raises:
-        InvalidParameterError: No such folder.
-        ModelLoadError: There are none, they are pickled, or a file is corrupt.
-    """
+    """The names of all tensors in a folder."""
     _check_folder(folder, f"Give the folder that holds {WHOLE}.")
     return [key for _, _, keys in _opened(folder) for key in keys]
 
 
 def read_tensors(folder: str, wanted: Collection[str] | None = None) -> dict[str, HeadTensor]:
-    """Tensors in a folder, by name.
-
-    Args:
-        folder: Which.
-        wanted: Their names; None for all.
-
-    Raises:
-        ModelLoadError: There are none, they are pickled, a file is corrupt, or a tensor holds NaN or infinity.
-    """
+    """Tensors in a folder, by name."""
     found: dict[str, HeadTensor] = {}
     for name, file, keys in _opened(folder):
         found |= {key: HeadTensor(file.get_tensor(key), name) for key in keys if wanted is None or key in wanted}
@@ -120,42 +102,43 @@ KINDS = ("llama", "qwen3")
 SLIDING, FULL = "sliding_attention", "full_attention"
 #: Rotary factors that do not change with the length of a text.
 _ROTARY = ("default", "linear", "llama3", "yarn")
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-)
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _OTHER = "Use another head."
 #: The layers of the target that heads of EAGLE-3 read.
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 class Format(NamedTuple):
-    """A published format for heads of one method.
+    """A published format for heads of one method."""
 
-    Attributes:
-        name: How messages call it.
-        family: The name under which heads are converted into it; formats of one publisher share it.
-        method: Whose heads it holds.
-        prefixes: What names of tensors begin with in files, and here.
-        fits: Whether a configuration is of this format.
-        read: The head that a configuration describes, by folder and configuration. Raises ModelLoadError for a field that
-            cannot be used, or where the file does not settle what it means.
-        write: The configuration of a head. Raises UnsupportedModelError where the format cannot say it.
-        written: The prefixes of files that are written, where they are others.
-    """
-
-    name: str
-    family: str
-    method: str
-    prefixes: Mapping[str, str]
-    fits: Callable[[Mapping[str, Any]], bool]
+    name: str  # how messages call it
+    family: str  # the name under which heads are converted into it; formats of one publisher share it
+    method: str  # whose heads it holds
+    network: type[PublishedNetwork]  # the layers of such a head
+    #: Names of tensors begin with these in files, and here; by configuration where they depend on it.
+    prefixes: Mapping[str, str] | Callable[[Any], Mapping[str, str]]
+    fits: Callable[[Mapping[str, Any]], bool]  # whether a configuration is of this format
+    #: The head that a configuration describes, by folder and configuration. It raises ModelLoadError for a field that
+    #: cannot be used, or where the file does not settle what it means.
     read: Callable[[str, Mapping[str, Any]], Any]
-    write: Callable[[Any], dict[str, Any]]
-    written: Mapping[str, str] | None = None
+    #: The configuration of a head. It raises UnsupportedModelError where it cannot be said. None where no folder is
+    #: written.
+    write: Callable[[Any], dict[str, Any]] | None = None
+    written: Mapping[str, str] | None = None  # the prefixes of files that are written, where they are others
+    tensors: Callable[[str], dict[str, HeadTensor]] = read_tensors  # all tensors of a head, as they are here
+
+    def names(self, config: FeatureHeadConfig) -> Mapping[str, str]:
+        """The prefixes for a head."""
+        return self.prefixes(config) if callable(self.prefixes) else self.prefixes
+
+    def published(self, config: FeatureHeadConfig) -> Mapping[str, str]:
+        """The prefixes of what is written, by those here."""
+        return {own: there for there, own in (self.written or self.names(config)).items()}
+
+
+def renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """The name of a tensor whose beginning is exchanged for another."""
+    return next((own + name.removeprefix(known) for known, own in prefixes.items() if name.startswith(known)), name)
 
 
 def read_layer(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
@@ -169,16 +152,7 @@ def read_layer(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
 
 
 def read_layers(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
-    """transformers' configuration of the layers that a mapping describes; what it leaves out has transformers' defaults.
-
-    Args:
-        folder: Of the head, to name.
-        mapping: The fields.
-        kind: transformers' name for the model that has such layers.
-
-    Raises:
-        ModelLoadError: It cannot be read, or has layers that this version does not compute.
-    """
+    """transformers' configuration of the layers that a mapping describes; what it leaves out has transformers' defaults."""
     if kind not in KINDS:
         raise refused(
             folder, "model_type", kind, "its layers are not known", f"Use heads with layers of {', '.join(KINDS)}."
@@ -206,12 +180,8 @@ def read_layers(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
 
 
 def read_layer_ids(folder: str, ids: Any, field: str = AUX_LAYERS) -> tuple[int, ...]:
-    """The ids of the target's layers that a head reads, as its format counts them.
-
-    Raises:
-        ModelLoadError: They are no layers in ascending order. vLLM joins their states in the order of the layers and others
-            in the order of the list, so a list in another order says two things.
-    """
+    """The ids of the target's layers that a head reads, as its format counts them. vLLM joins their states in the order of
+    the layers and others in the order of the list, so a list in another order says two things, and is refused."""
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
         raise refused(folder, field, ids, "no list of layers", _OTHER)
     if ids != sorted(set(ids)):
@@ -221,11 +191,7 @@ def read_layer_ids(folder: str, ids: Any, field: str = AUX_LAYERS) -> tuple[int,
 
 
 def read_flag(folder: str, mapping: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """A flag of a configuration.
-
-    Raises:
-        ModelLoadError: It is neither true nor false.
-    """
+    """A flag of a configuration."""
     value = mapping.get(name, default)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -238,22 +204,24 @@ def refused(folder: str, field: str, value: object, problem: str, remedy: str) -
     return ModelLoadError(folder, f"{CONFIG} has {field}={value!r}: {problem}", remedy)
 
 
+# --- Fields of configurations that several formats have, as they are read and as they are written.
+
+
 _LAYER_FIELDS = (
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "vocab_size",
-    "hidden_act",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "qkv_bias",
+    *("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("num_hidden_layers", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
+    *("attention_bias", "mlp_bias", "qkv_bias"),
 )
+
+
+def widths(mapping: Mapping[str, Any], layer: Any, draft_vocab_size: Any) -> dict[str, Any]:
+    """The layer of a head and the widths around it, as `FeatureHeadConfig` has them."""
+    return {
+        "layer": layer,
+        "target_hidden_size": mapping.get("target_hidden_size") or layer.hidden_size,
+        "vocab_size": layer.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+    }
 
 
 def layer_fields(layer: Any) -> dict[str, Any]:
@@ -270,29 +238,25 @@ def layer_fields(layer: Any) -> dict[str, Any]:
     return found
 
 
-def norm_flags(config: FeatureHeadConfig) -> dict[str, bool]:
-    """The flags of norms that change what a head of EAGLE-3 computes. Those that are false are left out."""
+def read_norms(folder: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The norms that change what a head of EAGLE-3 computes, as `FeatureHeadConfig` has them."""
+    each, together = read_flag(folder, mapping, "fc_norm"), read_flag(folder, mapping, "norm_before_fc")
+    if each and together:
+        problem = "norm_before_fc is true too, and only one of them can be"
+        raise refused(folder, "fc_norm", True, problem, _OTHER)
+    return {
+        "feature_norm": FeatureNorm.EACH if each else FeatureNorm.ALL if together else FeatureNorm.NONE,
+        **{name: read_flag(folder, mapping, name) for name in ("norm_before_residual", "norm_output")},
+    }
+
+
+def eagle3_fields(config: FeatureHeadConfig) -> dict[str, Any]:
+    """The layers of the target that a head of EAGLE-3 reads, and the flags of its norms. What is not said is left out."""
     flags = {
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.feature_norm is FeatureNorm.ALL,
         "fc_norm": config.feature_norm is FeatureNorm.EACH,
         "norm_output": config.norm_output,
     }
-    return {name: True for name, flag in flags.items() if flag}
-
-
-# --- Flags of norms that the formats of EAGLE-3 share.
-
-
-def read_feature_norm(folder: str, mapping: Mapping[str, Any]) -> FeatureNorm:
-    """How features are normed before they are fused.
-
-    Raises:
-        ModelLoadError: The flags say two things, or one of them is no flag.
-    """
-    each, together = read_flag(folder, mapping, "fc_norm"), read_flag(folder, mapping, "norm_before_fc")
-    if each and together:
-        raise refused(
-            folder, "fc_norm", True, "norm_before_fc is true too, and only one of them can be", "Use another head."
-        )
-    return FeatureNorm.EACH if each else FeatureNorm.ALL if together else FeatureNorm.NONE
+    ids = {} if config.aux_layers is None else {AUX_LAYERS: list(config.aux_layers)}
+    return ids | {name: True for name, flag in flags.items() if flag}

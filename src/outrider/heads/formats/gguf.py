@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
-from outrider.heads.block_networks import BlockHeadConfig, BlockReach
-from outrider.heads.features import FeatureHeadConfig
-from outrider.heads.formats.folder import FULL, SLIDING, HeadTensor, read_layer, read_layers
+from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, BlockReach
+from outrider.heads.features import Eagle3Network, FeatureHeadConfig
+from outrider.heads.formats.folder import FULL, SLIDING, Format, HeadTensor, read_layer, read_layers
 from outrider.loading.gguf.architecture import ARCHITECTURES, Architecture, read_shape
 from outrider.loading.gguf.arrangement import row_order
 from outrider.loading.gguf.header import AGAIN, GgufFile, read_gguf
@@ -30,35 +30,15 @@ from outrider.loading.gguf.values import Values
 ORIGINAL = "Use the head as it was published in safetensors."
 
 
-class GgufFormat(NamedTuple):
-    """A format for heads of one method in GGUF files.
-
-    Attributes:
-        architecture: The name of the kind of model that such a file gives.
-        read: The head that a file describes.
-        read_tensors: The tensors of a file by llama.cpp's names, and its rows as they are here.
-        prefixes: What names of tensors begin with in files, and here, for a head.
-    """
-
-    architecture: str
-    read: Callable[[str], FeatureHeadConfig]
-    read_tensors: Callable[[str], dict[str, HeadTensor]]
-    prefixes: Callable[[Any], dict[str, str]]
+#: Where the name of the kind of model that a file gives stands in the mapping of `Format.fits`.
+ARCHITECTURE = "architecture"
 
 
-def read_head_tensors(
+def _read_tensors(
     file: GgufFile, unused: tuple[str, ...] = (), order: Callable[[str], Tensor | None] = lambda name: None
 ) -> dict[str, HeadTensor]:
-    """The tensors of a file, with a d2t that says how far the target's token lies away, as the formats in folders have it.
-
-    Args:
-        file: The file.
-        unused: Names of tensors that are left out.
-        order: Gives the rows of a tensor in the order that they have here; None where they are in it.
-
-    Raises:
-        ModelLoadError: A tensor holds NaN or infinity, or its d2t is of another type.
-    """
+    """The tensors of a file by llama.cpp's names, with a d2t that says how far the target's token lies away, as the formats
+    in folders have it. `order` gives the rows of a tensor in the order that they have here, or None."""
     found: dict[str, Tensor] = {}
     for key, tensor in file.tensors.items():
         if key == "d2t":
@@ -73,28 +53,20 @@ def read_head_tensors(
     return {key: HeadTensor(tensor, Path(file.path).name) for key, tensor in found.items()}
 
 
-def read_vocab_size(values: Values) -> int:
+def _vocab_size(values: Values) -> int:
     """Width of the target's logits, which the file's vocabulary names too."""
     tokens = values.file.metadata.get("tokenizer.ggml.tokens")
     return values.count("vocab_size", len(tokens) if isinstance(tokens, list) and tokens else None)
 
 
-def read_draft_vocab_size(values: Values, vocab_size: int) -> int:
+def _draft_vocab_size(values: Values, vocab_size: int) -> int:
     """Width of the head's own logits."""
     drafted = values.file.tensors.get("d2t")
     return vocab_size if drafted is None else drafted.shape[0]
 
 
-def read_target_layers(values: Values, names: tuple[str, ...]) -> tuple[int, ...]:
-    """The target's layers whose inputs a head reads.
-
-    Args:
-        values: Of the file.
-        names: Where they may stand, the usual name first.
-
-    Raises:
-        ModelLoadError: They are no layers from low to high.
-    """
+def _target_layers(values: Values, names: tuple[str, ...]) -> tuple[int, ...]:
+    """The target's layers whose inputs a head reads."""
     ids: Any = next((found for name in names if (found := values.get(name)) is not None), None)
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids) or ids != sorted(set(ids)):
         problem = f"its {values.architecture}.{names[0]} is {ids!r}, and no list of the target's layers from low to high"
@@ -111,14 +83,14 @@ def read_target_layers(values: Values, names: tuple[str, ...]) -> tuple[int, ...
 
 
 #: Names of tensors in files, and here.
-EAGLE3_PREFIXES = {
+_EAGLE3_PREFIXES = {
     "token_embd.": "embed_tokens.",
     "output_norm.": "norm.",
     "output.": "lm_head.",
     "blk.0.attn_norm_2.": "layer.hidden_norm.",
     **{f"blk.0.{name}.": f"layer.{own}." for name, own in LAYER.items()},
 }
-EAGLE3 = "eagle3"
+_EAGLE3 = "eagle3"
 #: Its layer is one of Llama, and is written as one.
 _EAGLE3_LAYER = ARCHITECTURES["llama"]
 #: Names of the list of the target's layers; the first is written.
@@ -127,19 +99,13 @@ LAYERS = ("target_layers", "extract_layers")
 _FOREIGN_TO_EAGLE3 = ("fc_norm", "norm_before_fc", "norm_output")
 
 
-def _read_eagle3(path: str) -> FeatureHeadConfig:
-    """The head that a file describes.
-
-    Raises:
-        ModelLoadError: The file is corrupt, a value is missing, or is not what it has to be.
-        UnsupportedModelError: It holds a head that computes something else.
-    """
+def _read_eagle3(path: str, _: object = None) -> FeatureHeadConfig:
     file = read_gguf(path)
     values = Values(file)
     for name in _FOREIGN_TO_EAGLE3:
         if values.get(name):
-            raise UnsupportedModelError(path, f"it has {EAGLE3}.{name}, which is not known", ORIGINAL)
-    shape = read_shape(values, _EAGLE3_LAYER) | {"vocab_size": read_vocab_size(values)}
+            raise UnsupportedModelError(path, f"it has {_EAGLE3}.{name}, which is not known", ORIGINAL)
+    shape = read_shape(values, _EAGLE3_LAYER) | {"vocab_size": _vocab_size(values)}
     layer = read_layer(path, shape, "llama")
     if FREQUENCY_FACTORS in file.tensors:
         layer.rope_parameters = _scaled(file, layer)
@@ -149,30 +115,21 @@ def _read_eagle3(path: str) -> FeatureHeadConfig:
         layer=layer,
         target_hidden_size=values.count("target_hidden_size", layer.hidden_size),
         vocab_size=layer.vocab_size,
-        draft_vocab_size=read_draft_vocab_size(values, layer.vocab_size),
-        aux_layers=read_target_layers(values, LAYERS),
+        draft_vocab_size=_draft_vocab_size(values, layer.vocab_size),
+        aux_layers=_target_layers(values, LAYERS),
         norm_before_residual=bool(normed),
     )
 
 
 def _read_eagle3_tensors(path: str) -> dict[str, HeadTensor]:
-    """The tensors of a file by llama.cpp's names, rows of queries and keys in order.
-
-    Raises:
-        ModelLoadError: The file is corrupt, a tensor holds NaN or infinity, or d2t is of another type.
-    """
+    """The tensors of a file by llama.cpp's names, rows of queries and keys in order."""
     layer = _read_eagle3(path).layer
 
     def order(name: str) -> Tensor | None:
         stock = stock_names(LAYER, name)
         return row_order(_EAGLE3_LAYER.arranged, stock[0], layer) if stock else None
 
-    return read_head_tensors(read_gguf(path), (FREQUENCY_FACTORS,), order)
-
-
-def _eagle3_prefixes(config: FeatureHeadConfig) -> dict[str, str]:
-    """Names of tensors in files, and here."""
-    return EAGLE3_PREFIXES
+    return _read_tensors(read_gguf(path), (FREQUENCY_FACTORS,), order)
 
 
 def _scaled(file: GgufFile, layer: Any) -> dict[str, Any]:
@@ -189,7 +146,16 @@ def _scaled(file: GgufFile, layer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-GGUF_EAGLE3 = GgufFormat(EAGLE3, _read_eagle3, _read_eagle3_tensors, _eagle3_prefixes)
+GGUF_EAGLE3 = Format(
+    name="llama.cpp EAGLE-3",
+    family="gguf",
+    method="eagle3",
+    network=Eagle3Network,
+    prefixes=_EAGLE3_PREFIXES,
+    fits=lambda mapping: mapping[ARCHITECTURE] == _EAGLE3,
+    read=_read_eagle3,
+    tensors=_read_eagle3_tensors,
+)
 
 
 # --- The format of llama.cpp's DFlash heads: one GGUF file with llama.cpp's names, and the target's embeddings.
@@ -215,20 +181,14 @@ _OUTSIDE = {
 }
 
 
-def _read_dflash(path: str) -> BlockHeadConfig:
-    """The head that a file describes.
-
-    Raises:
-        ModelLoadError: The file is corrupt, a value is missing, or is not what it has to be.
-        UnsupportedModelError: It holds a head that computes something else.
-    """
+def _read_dflash(path: str, _: object) -> BlockHeadConfig:
     values = Values(read_gguf(path))
     for name in _FOREIGN_TO_DFLASH:
         if values.get(name):
             raise UnsupportedModelError(path, f"it has {_DFLASH}.{name}, which is not computed", ORIGINAL)
     shape = read_shape(values, _DFLASH_LAYERS)
     reaches = _reaches(values, shape["num_hidden_layers"])
-    layers = read_layers(path, shape | _windows(reaches) | {"vocab_size": read_vocab_size(values)}, "qwen3")
+    layers = read_layers(path, shape | _windows(reaches) | {"vocab_size": _vocab_size(values)}, "qwen3")
     size, mask = values.count("block_size"), values.file.metadata.get(_MASK)
     if size < 2:
         raise ModelLoadError(path, f"its {_DFLASH}.block_size is {size}, and one row drafts nothing", AGAIN)
@@ -239,21 +199,12 @@ def _read_dflash(path: str) -> BlockHeadConfig:
         layer=layers,
         target_hidden_size=values.count("target_hidden_size", layers.hidden_size),
         vocab_size=layers.vocab_size,
-        draft_vocab_size=read_draft_vocab_size(values, layers.vocab_size),
-        aux_layers=read_target_layers(values, ("target_layers",)),
+        draft_vocab_size=_draft_vocab_size(values, layers.vocab_size),
+        aux_layers=_target_layers(values, ("target_layers",)),
         block_size=size,
         mask_token_id=mask,
         reaches=reaches,
     )
-
-
-def _read_dflash_tensors(path: str) -> dict[str, HeadTensor]:
-    """The tensors of a file by llama.cpp's names.
-
-    Raises:
-        ModelLoadError: The file is corrupt, a tensor holds NaN or infinity, or d2t is of another type.
-    """
-    return read_head_tensors(read_gguf(path))
 
 
 def _dflash_prefixes(config: FeatureHeadConfig) -> dict[str, str]:
@@ -263,7 +214,7 @@ def _dflash_prefixes(config: FeatureHeadConfig) -> dict[str, str]:
 
 
 def _reaches(values: Values, num_layers: int) -> tuple[BlockReach, ...]:
-    """What rows see, by layer."""
+    """How far rows see, by layer."""
     causal, path = values.get(_CAUSAL), values.file.path
     if causal is not None and not isinstance(causal, bool):
         raise ModelLoadError(path, f"its {_DFLASH}.{_CAUSAL} is {causal!r}, and neither true nor false", AGAIN)
@@ -288,4 +239,13 @@ def _windows(reaches: tuple[BlockReach, ...]) -> dict[str, Any]:
     return {"layer_types": kinds, "sliding_window": max(filter(None, windows)), "use_sliding_window": True}
 
 
-GGUF_DFLASH = GgufFormat(_DFLASH, _read_dflash, _read_dflash_tensors, _dflash_prefixes)
+GGUF_DFLASH = Format(
+    name="llama.cpp DFlash",
+    family="gguf",
+    method="dflash",
+    network=BlockHeadNetwork,
+    prefixes=_dflash_prefixes,
+    fits=lambda mapping: mapping[ARCHITECTURE] == _DFLASH,
+    read=_read_dflash,
+    tensors=lambda path: _read_tensors(read_gguf(path)),
+)

@@ -41,27 +41,16 @@ _OF_TWO_LAYERS = ("nemotron_h",)
 
 
 class _Layout(NamedTuple):
-    """How a family names these tensors.
+    """How a family names these tensors."""
 
-    Attributes:
-        prefix: What comes before the names in a layer, with {} for its number.
-        first: Number of the first layer; None for the number of the model's layers.
-        shared: What comes before names that all layers share; None where each has its own.
-        own: Names here of tensors beside the decoder layer, by theirs.
-        renamed: Names of the model's layers, by other names of the same tensors.
-        unused: Copies of the target's tensors.
-        layer_type: Kind of attention, where the model has several.
-        hidden_first: Whether the hidden state comes before the embedding.
-    """
-
-    prefix: str
-    first: int | None
-    shared: str | None
-    own: Mapping[str, str]
-    renamed: Mapping[str, str]
-    unused: tuple[str, ...]
-    layer_type: str
-    hidden_first: bool = False
+    prefix: str  # what comes before the names in a layer, with {} for its number
+    first: int | None  # number of the first layer; None for the number of the model's layers
+    shared: str | None  # what comes before names that all layers share; None where each has its own
+    own: Mapping[str, str]  # names here of tensors beside the decoder layer, by theirs
+    renamed: Mapping[str, str]  # names of the model's layers, by other names of the same tensors
+    unused: tuple[str, ...]  # copies of the target's tensors
+    layer_type: str  # kind of attention, where the model has several
+    hidden_first: bool = False  # whether the hidden state comes before the embedding
 
     @property
     def layer(self) -> re.Pattern[str]:
@@ -116,49 +105,26 @@ _LAYOUTS = (
 
 
 class MtpTensors(NamedTuple):
-    """One layer, as its file has it.
+    """One layer, as its file has it."""
 
-    Attributes:
-        fc: [hidden_size, 2 * hidden_size]
-        embedding_norm, hidden_norm: [hidden_size] of what is read.
-        decoder: Tensors of the decoder layer and of the norm behind it, as `load_lone_decoder` takes them.
-    """
-
-    fc: Tensor
-    embedding_norm: Tensor
+    fc: Tensor  # [hidden_size, 2 * hidden_size]
+    embedding_norm: Tensor  # [hidden_size] of what is read
     hidden_norm: Tensor
+    #: Tensors of the decoder layer and of the norm behind it, as `load_lone_decoder` takes them.
     decoder: Mapping[str, Tensor]
 
 
 class MtpConfig(NamedTuple):
-    """What a checkpoint says of such layers.
+    """A checkpoint says this of such layers."""
 
-    Attributes:
-        num_layers: How many there are.
-        layer: transformers' configuration of one.
-        window: How many tokens back its rows look; None for all.
-        shared: Whether all layers have the same projection and norms beside their decoder layer.
-    """
-
-    num_layers: int
-    layer: Any
-    window: int | None
-    shared: bool
+    num_layers: int  # how many there are
+    layer: Any  # transformers' configuration of one
+    window: int | None  # how many tokens back its rows look; None for all
+    shared: bool  # whether all layers have the same projection and norms beside their decoder layer
 
 
 def read_mtp_config(folder: str, config: Any) -> MtpConfig:
-    """What a checkpoint says of its layers, without their numbers.
-
-    Args:
-        folder: Of the checkpoint, or its GGUF file.
-        config: transformers' configuration of the model.
-
-    Raises:
-        InvalidParameterError: No such folder.
-        HeadMismatchError: A file is one of another model.
-        UnsupportedModelError: It has no such layers, or such that are not computed.
-        ModelLoadError: They are not complete, or the files cannot be read.
-    """
+    """Reads what a folder or a GGUF file says of its layers, without their numbers, given the model's configuration."""
     _check_kind(folder, config)
     file = PredictionLayers(folder, config) if is_gguf(folder) else None
     layout, names = _found(folder, config, list_tensors(folder) if file is None else file.names)
@@ -184,34 +150,21 @@ def read_mtp(folder: str, config: Any) -> list[MtpTensors]:
 
 
 def carries_mtp(folder: str, config: Any) -> bool:
-    """Whether a checkpoint has such layers; the arguments are those of `read_mtp_config`.
-
-    Raises:
-        ModelLoadError: The files cannot be read.
-    """
+    """Tells if a checkpoint has such layers."""
     if is_gguf(folder):
         return carries_prediction_layers(folder, config)
     return _layout_of(config, list_tensors(folder)) is not None
 
 
 def new_mtp_config(config: Any) -> MtpConfig:
-    """What one new layer for a model is to be: like the model's own layers that see the whole text.
-
-    Args:
-        config: transformers' configuration of the model.
-    """
+    """Describes one new layer for a model: it is like the model's own layers that see the whole text."""
     experts = getattr(config, "num_experts_per_tok", None) is not None
     return MtpConfig(1, lone_config(config, experts=experts, layer_type="full_attention"), None, shared=False)
 
 
 def name_mtp(layers: Sequence[MtpTensors], config: Any, folder: str | None) -> dict[str, Tensor]:
-    """Layers by the names that a checkpoint has for their tensors.
-
-    Args:
-        layers: First to last.
-        config: transformers' configuration of the model.
-        folder: Of the checkpoint that they come from; None for new ones, which get speculators' names.
-    """
+    """Names the tensors of layers as the checkpoint in a folder does; new ones, without a folder, get speculators'
+    names."""
     layout = _SPECULATORS if folder is None else _found(folder, config, list_tensors(folder))[0]
     theirs = {ours: name for name, ours in layout.own.items()}
     renamed = {ours: name for name, ours in layout.renamed.items()}

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.heads.features import FeatureHeadConfig
+from outrider.heads.features import Eagle1Network, Eagle3Network, FeatureHeadConfig
 from outrider.heads.formats.folder import (
     AUX_LAYERS,
     Format,
+    eagle3_fields,
     layer_fields,
-    norm_flags,
-    read_feature_norm,
     read_flag,
     read_layer,
     read_layer_ids,
+    read_norms,
     refused,
+    widths,
 )
 
 # --- The format of SafeAILab's EAGLE-3 heads, which SpecForge and NVIDIA write too: one layer, a relative d2t.
@@ -41,29 +42,13 @@ _EAGLE3_PREFIXES = {
 _COUNT = "num_aux_hidden_states"
 
 
-def _fits_eagle3(mapping: Mapping[str, Any]) -> bool:
-    """Whether a configuration is of this format."""
-    return ("draft_vocab_size" in mapping or NESTED in mapping) and "speculators_model_type" not in mapping
-
-
 def _read_eagle3(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
-    """The head that a configuration describes.
-
-    Raises:
-        ModelLoadError: A field cannot be used, or the file does not settle what it means.
-    """
-    layer = read_layer(folder, mapping, str(mapping.get("model_type", "llama")))
-    size = mapping.get("draft_vocab_size")
+    layer, size = read_layer(folder, mapping, str(mapping.get("model_type", "llama"))), mapping.get("draft_vocab_size")
     config = FeatureHeadConfig(
         method="eagle3",
-        layer=layer,
-        target_hidden_size=mapping.get("target_hidden_size") or layer.hidden_size,
-        vocab_size=layer.vocab_size,
-        draft_vocab_size=layer.vocab_size if size is None else size,
+        **widths(mapping, layer, layer.vocab_size if size is None else size),
         aux_layers=read_aux_layers(folder, mapping),
-        feature_norm=read_feature_norm(folder, mapping),
-        norm_before_residual=read_flag(folder, mapping, "norm_before_residual"),
-        norm_output=read_flag(folder, mapping, "norm_output"),
+        **read_norms(folder, mapping),
     )
     if mapping.get(_COUNT) not in (None, config.num_features):
         problem = f"it names {config.num_features} layers of the target"
@@ -72,27 +57,25 @@ def _read_eagle3(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
 
 
 def _write_eagle3(config: FeatureHeadConfig) -> dict[str, Any]:
-    """The configuration of a head."""
-    ids = {} if config.aux_layers is None else {AUX_LAYERS: list(config.aux_layers)}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **layer_fields(config.layer),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        **ids,
-        **norm_flags(config),
+        **eagle3_fields(config),
     }
 
 
 SAFEAILAB_EAGLE3 = Format(
-    "SafeAILab EAGLE-3",
-    "safeailab",
-    "eagle3",
-    _EAGLE3_PREFIXES,
-    _fits_eagle3,
-    _read_eagle3,
-    _write_eagle3,
-    {"midlayer.": "layer."},
+    name="SafeAILab EAGLE-3",
+    family="safeailab",
+    method="eagle3",
+    network=Eagle3Network,
+    prefixes=_EAGLE3_PREFIXES,
+    fits=lambda mapping: ("draft_vocab_size" in mapping or NESTED in mapping) and "speculators_model_type" not in mapping,
+    read=_read_eagle3,
+    write=_write_eagle3,
+    written={"midlayer.": "layer."},
 )
 
 
@@ -103,42 +86,26 @@ SAFEAILAB_EAGLE3 = Format(
 # token. Whether fc has a bias is seen from the tensors. The first token has no row, as in the format of EAGLE-3.
 
 
-#: Names of tensors in files, and here.
-_EAGLE1_PREFIXES = {"layers.0.": "layer."}
-
-
-def _fits_eagle1(mapping: Mapping[str, Any]) -> bool:
-    """Whether a configuration is of this format."""
-    foreign = any(name in mapping for name in ("draft_vocab_size", NESTED, "speculators_model_type"))
-    return not foreign and mapping.get("num_hidden_layers") == 1
+_FOREIGN = ("draft_vocab_size", "eagle_config", "speculators_model_type")
 
 
 def _read_eagle1(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
-    """The head that a configuration describes.
-
-    Raises:
-        ModelLoadError: A field cannot be used, or it is of a kind that computes something else.
-    """
     layer = read_layer(folder, mapping, str(mapping.get("model_type", "llama")))
     if read_flag(folder, mapping, "add_para_norm"):
         problem = "it norms what it reads, which this version does not compute"
         raise refused(folder, "add_para_norm", True, problem, "Use another head.")
-    return FeatureHeadConfig(
-        method="eagle1",
-        layer=layer,
-        target_hidden_size=layer.hidden_size,
-        vocab_size=layer.vocab_size,
-        draft_vocab_size=layer.vocab_size,
-    )
-
-
-def _write_eagle1(config: FeatureHeadConfig) -> dict[str, Any]:
-    """The configuration of a head."""
-    return {"architectures": ["LlamaForCausalLM"], **layer_fields(config.layer)}
+    return FeatureHeadConfig("eagle1", layer, layer.hidden_size, layer.vocab_size, layer.vocab_size)
 
 
 SAFEAILAB_EAGLE1 = Format(
-    "SafeAILab EAGLE", "safeailab", "eagle1", _EAGLE1_PREFIXES, _fits_eagle1, _read_eagle1, _write_eagle1
+    name="SafeAILab EAGLE",
+    family="safeailab",
+    method="eagle1",
+    network=Eagle1Network,
+    prefixes={"layers.0.": "layer."},
+    fits=lambda mapping: mapping.get("num_hidden_layers") == 1 and not any(name in mapping for name in _FOREIGN),
+    read=_read_eagle1,
+    write=lambda config: {"architectures": ["LlamaForCausalLM"], **layer_fields(config.layer)},
 )
 
 
@@ -157,11 +124,7 @@ _OTHER = "Use another head."
 
 
 def read_aux_layers(folder: str, mapping: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The layers of the target whose inputs a head reads; None for those that its method names.
-
-    Raises:
-        ModelLoadError: They are no layers, two places disagree, or the head computes what is not computed here.
-    """
+    """The layers of the target whose inputs a head reads; None for those that its method names."""
     top = None if mapping.get(AUX_LAYERS) is None else read_layer_ids(folder, mapping[AUX_LAYERS])
     nested = mapping.get(NESTED)
     if nested is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.files import write_tensors, write_text
-from outrider.heads.formats.folder import CONFIG, read_config
+from outrider.heads.formats.folder import CONFIG, read_config, renamed
 from outrider.heads.formats.published import FORMATS, PublishedHead, read_head
 from outrider.loading.sources import WHOLE
 
@@ -21,20 +20,8 @@ FAMILIES = ("speculators", "safeailab")
 
 
 def convert_head(source: str, form: str, folder: Path, target: str | None = None) -> PublishedHead:
-    """Write a head in another format, and return it. All weights keep their bits.
-
-    Args:
-        source: Its folder.
-        form: One of FAMILIES.
-        folder: Where to write it: a new folder or an empty one.
-        target: Folder or hub id of the model that it was made for, which it is to name; None keeps what it names.
-
-    Raises:
-        InvalidParameterError: There is no such folder, `folder` holds files, or a head of speculators would name no target.
-        ModelLoadError: It holds no head of a known format.
-        UnsupportedModelError: The format has no such heads.
-        StorageError: It cannot be written.
-    """
+    """Write a head in another format, one of `FAMILIES`, and return it. All weights keep their bits. It names the target
+    that is given, by folder or hub id."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problem = "the folder holds files" if folder.is_dir() else "it is a file"
         raise InvalidParameterError("out", str(folder), problem, "Use a new folder.")
@@ -57,49 +44,24 @@ def _named(head: PublishedHead, target: str | None) -> PublishedHead:
 
 
 def write_head(folder: Path, head: PublishedHead, form: str) -> None:
-    """Write a head. The configuration comes last: without it, nothing loads what is there.
-
-    Args:
-        folder: Where, which is made if need be.
-        head: Its shape, layers and tokens.
-        form: The family of its format.
-
-    Raises:
-        UnsupportedModelError: The format has no such heads.
-        StorageError: It cannot be written.
-    """
+    """Write a head. The configuration comes last: without it, nothing loads what is there."""
     method = head.config.method
     found = next((each for each in FORMATS if (each.family, each.method) == (form, method)), None)
-    if found is None:
+    if found is None or found.write is None:
         others = [each.family for each in FORMATS if each.method == method]
         remedy = f"Such heads are written in the format of {' or '.join(others)}."
         raise UnsupportedModelError(head.folder, f"the format of {form} has no heads of {method}", remedy)
     mapping = found.write(head.config)
-    prefixes = found.prefixes if found.written is None else found.written
-    tensors = {published(name, prefixes): weight for name, weight in head.network.state_dict().items()}
+    names = found.published(head.config)
+    tensors = {renamed(name, names): weight for name, weight in head.network.state_dict().items()}
     write_tensors(folder / WHOLE, tensors | _columns(head), {"format": "pt"})
     write_text(folder / CONFIG, json.dumps(mapping, indent=1) + "\n")
 
 
 def _columns(head: PublishedHead) -> dict[str, Tensor]:
-    """What says which of the target's tokens a head drafts: how far each lies behind its number, and which they are."""
+    """The tensors that name the target's tokens that a head drafts: how far each lies behind its number, and which they
+    are."""
     if head.tokens is None:
         return {}
     known = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill(0, head.tokens, True)
     return {"d2t": head.tokens - torch.arange(len(head.tokens)), "t2d": known}
-
-
-# --- The names under which tensors of heads are published.
-
-
-def published(name: str, prefixes: Mapping[str, str]) -> str:
-    """The name of a tensor in a format.
-
-    Args:
-        name: Here.
-        prefixes: What names begin with there, and here.
-    """
-    for there, here in prefixes.items():
-        if name.startswith(here):
-            return there + name.removeprefix(here)
-    return name

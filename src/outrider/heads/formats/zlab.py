@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ModelLoadError
-from outrider.heads.block_networks import BlockHeadConfig, BlockReach
+from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, BlockReach
 from outrider.heads.formats.folder import (
     FULL,
     SLIDING,
@@ -17,6 +17,7 @@ from outrider.heads.formats.folder import (
     read_layer_ids,
     read_layers,
     refused,
+    widths,
 )
 
 # --- The format of z-lab's DFlash heads: a `dflash_config`, layers of Qwen3, and the target's embeddings and output layer.
@@ -35,18 +36,7 @@ _AT_THE_TOP = ("input_embedding_scale", "output_multiplier", "final_logit_softca
 _MASK_FILE = "mask_embedding.pt"
 
 
-def _fits(mapping: Mapping[str, Any]) -> bool:
-    """Whether a configuration is of this format."""
-    return isinstance(mapping.get(_NESTED), Mapping) and "speculators_model_type" not in mapping
-
-
 def _read(folder: str, mapping: Mapping[str, Any]) -> BlockHeadConfig:
-    """The head that a configuration describes.
-
-    Raises:
-        ModelLoadError: A field cannot be used, the file does not settle what it means, or it is of a kind that computes
-            something else.
-    """
     nested = mapping[_NESTED]
     _check_rest(folder, {name: mapping.get(name) for name in _AT_THE_TOP} | nested)
     if (Path(folder) / _MASK_FILE).is_file():
@@ -59,10 +49,7 @@ def _read(folder: str, mapping: Mapping[str, Any]) -> BlockHeadConfig:
     causal = _causal(folder, mapping, layers)
     return BlockHeadConfig(
         method="dflash",
-        layer=layers,
-        target_hidden_size=mapping.get("target_hidden_size") or layers.hidden_size,
-        vocab_size=layers.vocab_size,
-        draft_vocab_size=mapping.get("draft_vocab_size") or layers.vocab_size,
+        **widths(mapping, layers, mapping.get("draft_vocab_size") or layers.vocab_size),
         aux_layers=tuple(i + 1 for i in ids),
         block_size=read_block_size(folder, _value(folder, mapping, "block_size")),
         mask_token_id=read_mask_token(folder, _value(folder, mapping, "mask_token_id"), layers.vocab_size),
@@ -80,7 +67,7 @@ def _value(folder: str, mapping: Mapping[str, Any], name: str) -> Any:
 
 
 def _causal(folder: str, mapping: Mapping[str, Any], layers: Any) -> bool | None:
-    """Whether rows see no later rows in any layer; None where it goes by the layer."""
+    """Tells if rows see no later rows in any layer; None where it goes by the layer."""
     causal = None if mapping.get("is_causal") is None else read_flag(folder, mapping, "is_causal")
     other = mapping[_NESTED].get("causal")
     if other is not None and other != causal and (other or SLIDING in layers.layer_types):
@@ -97,7 +84,6 @@ def _check_rest(folder: str, fields: Mapping[str, Any]) -> None:
 
 
 def _write(config: BlockHeadConfig) -> dict[str, Any]:
-    """The configuration of a head."""
     assert config.aux_layers is not None, "a block drafter names the layers that it reads"
     return {
         "architectures": ["DFlashDraftModel"],
@@ -112,24 +98,23 @@ def _write(config: BlockHeadConfig) -> dict[str, Any]:
     }
 
 
-ZLAB_DFLASH = Format("z-lab DFlash", "z-lab", "dflash", {}, _fits, _read, _write)
+ZLAB_DFLASH = Format(
+    name="z-lab DFlash",
+    family="z-lab",
+    method="dflash",
+    network=BlockHeadNetwork,
+    prefixes={},
+    fits=lambda mapping: isinstance(mapping.get(_NESTED), Mapping) and "speculators_model_type" not in mapping,
+    read=_read,
+    write=_write,
+)
 
 
 # --- Parts of the configuration of a block drafter that all its formats share.
 
 
 def read_reaches(folder: str, layers: Any, *, causal: bool, causal_in_windows: bool) -> tuple[BlockReach, ...]:
-    """What rows see, by layer.
-
-    Args:
-        folder: Of the head, to name.
-        layers: transformers' configuration of the layers.
-        causal: Whether rows see no later rows in layers without a window.
-        causal_in_windows: The same in layers with one.
-
-    Raises:
-        ModelLoadError: A layer is of another kind, or its window is not named.
-    """
+    """How far rows see, by layer: whether they see no later rows in layers without a window, and in those with one."""
     found = []
     for kind in layers.layer_types:
         if kind not in (FULL, SLIDING):
@@ -143,22 +128,14 @@ def read_reaches(folder: str, layers: Any, *, causal: bool, causal_in_windows: b
 
 
 def read_block_size(folder: str, size: Any) -> int:
-    """Rows of a block.
-
-    Raises:
-        ModelLoadError: It is no number from 2 on: one row drafts nothing.
-    """
+    """Rows of a block."""
     if type(size) is not int or size < 2:
         raise refused(folder, "block_size", size, "no size of a block", "Write the whole number that it was trained with.")
     return size
 
 
 def read_mask_token(folder: str, token: Any, vocab_size: int) -> int:
-    """The token that stands for tokens that are to be drafted.
-
-    Raises:
-        ModelLoadError: It is not named, or is no token of the target.
-    """
+    """The token that stands for tokens that are to be drafted."""
     if type(token) is not int or not 0 <= token < vocab_size:
         problem = f"no token of the {vocab_size} of the target"
         raise refused(folder, "mask_token_id", token, problem, "Write the token that the head was trained with.")

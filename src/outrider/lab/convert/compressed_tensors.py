@@ -28,20 +28,8 @@ _FILE_BYTES = 2**30
 
 
 def write_compressed(checkpoint: str, out: Path, fmt: WeightFormat, card: str = "") -> Path:
-    """Write a checkpoint with the weights of its linear layers rounded. The head stays as it is.
-
-    Args:
-        checkpoint: A folder with safetensors files.
-        out: The folder to write. It must not exist, or be empty.
-        fmt: The format of the rounded weights.
-        card: The text of its README.md.
-
-    Raises:
-        InvalidParameterError: Groups do not divide the inputs of a layer, or `out` is in use.
-        ModelLoadError: The checkpoint cannot be read.
-        UnsupportedModelError: It is rounded already, has experts, or a weight is not finite.
-        StorageError: A file cannot be written.
-    """
+    """Write a checkpoint with the weights of its linear layers rounded to a folder that does not exist, or is empty, with a
+    card as its README.md. The head stays as it is."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InvalidParameterError("out", str(out), "it exists and is not an empty folder", "Give a new folder.")
     layers = rounded_layers(checkpoint)
@@ -65,12 +53,7 @@ def write_compressed(checkpoint: str, out: Path, fmt: WeightFormat, card: str = 
 
 
 def rounded_layers(checkpoint: str) -> dict[str, int]:
-    """The names of the weights that are rounded, with the numbers of their inputs.
-
-    Raises:
-        ModelLoadError: The checkpoint cannot be read.
-        UnsupportedModelError: It is rounded already, or has experts.
-    """
+    """The names of the weights that are rounded, with the numbers of their inputs."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -132,7 +115,7 @@ def _tensors(checkpoint: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _compressed(checkpoint: str, name: str, weight: Tensor, fmt: WeightFormat) -> dict[str, Tensor]:
-    """What compressed-tensors keeps of a matrix."""
+    """The tensors that compressed-tensors keeps of a matrix."""
     stored = as_written(fmt, weight.shape[1]).store(weight)
     assert stored.scale is not None, "rounded weights have scales"
     if not stored.scale.isfinite().all():
@@ -197,11 +180,7 @@ def as_written(fmt: WeightFormat, in_features: int) -> WeightFormat:
 
 def format_of(bits: int, group_size: int | None) -> WeightFormat:
     """The symmetric format with so many bits and such groups; transformers cannot load zero points in this format. A group
-    size of None is a scale for each output.
-
-    Raises:
-        InvalidParameterError: There is no such format.
-    """
+    size of None is a scale for each output."""
     name = f"int{bits}" + (f"-g{group_size}" if group_size is not None else "")
     found = FORMATS.get(name)
     if found is None or found.name != name:

@@ -26,17 +26,8 @@ STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8
 def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", vocabulary: WriteVocabulary | None = None) -> str:
     """Write a checkpoint to `path`, and return the path. This needs memory for several copies of the weights.
 
-    Args:
-        checkpoint: Folder or hub id of a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, gpt-oss, Gemma 2 or Gemma 3.
-        path: The file. It appears when it is complete.
-        dtype: The type of the matrices: "float32", "bfloat16", "float16", "int8" (Q8_0) or "int4" (Q4_0). The last
-            two have a scale for 32 weights. Vectors stay float32.
-        vocabulary: Writes the vocabulary. None for placeholders, of which none ends a text.
-
-    Raises:
-        InvalidParameterError: The dtype is unknown.
-        StorageError: The file cannot be written.
-        UnsupportedModelError: GGUF cannot describe what this model computes.
+    Matrices are stored as one of `STORED_AS`; the last two have a scale for 32 weights. Vectors stay float32. Without a
+    vocabulary placeholders are written, of which none ends a text.
     """
     import gguf
     from transformers import AutoModelForCausalLM
@@ -87,11 +78,7 @@ def _storing(checkpoint: str, dtype: str) -> Callable[[Any], tuple[Any, Any]]:
 
 
 def write_file(writer: Any, path: Path) -> None:
-    """Write what a writer of the gguf package, which was made without a path, has been told.
-
-    Raises:
-        StorageError: The file cannot be written. Nothing is left of it.
-    """
+    """Write what a writer of the gguf package, which was made without a path, has been told."""
 
     def put(unfinished: Path) -> None:
         try:
@@ -112,17 +99,11 @@ _GATES = "mlp.experts.gate_up_proj"
 
 @dataclass(frozen=True)
 class FileFamily:
-    """How models of a type become files.
+    """How models of a type become files."""
 
-    Attributes:
-        architecture: llama.cpp's name.
-        interleaved: Whether llama.cpp rotates neighbours in them.
-        offset_norms: Whether transformers adds 1 to the weights of norms, which files have added already.
-    """
-
-    architecture: str
-    interleaved: bool = False
-    offset_norms: bool = False
+    architecture: str  # llama.cpp's name
+    interleaved: bool = False  # whether llama.cpp rotates neighbours in them
+    offset_norms: bool = False  # whether transformers adds 1 to the weights of norms, which files have added already
 
 
 #: By the model type of their configuration.
@@ -142,19 +123,12 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file.
+    """A tensor of a file."""
 
-    Attributes:
-        name: llama.cpp's name.
-        stock: The name of the tensor of transformers that it is, or is a part of.
-        arranged: Makes the file's array of that of transformers.
-        offset: What is added to each number.
-    """
-
-    name: str
-    stock: str
-    arranged: Callable[[np.ndarray], np.ndarray]
-    offset: int = 0
+    name: str  # llama.cpp's name
+    stock: str  # the name of the tensor of transformers that it is, or is a part of
+    arranged: Callable[[np.ndarray], np.ndarray]  # makes the file's array of that of transformers
+    offset: int = 0  # what is added to each number
 
     def rows(self, weight: Tensor) -> np.ndarray:
         """The file's array, float32, of the tensor of transformers."""
@@ -163,17 +137,12 @@ class FileTensor:
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a tensor of a file may be rounded. Norms, biases, sinks and routers stay float32."""
+    """Tells if a tensor of a file may be rounded. Norms, biases, sinks and routers stay float32."""
     return not any(part in name for part in ("norm", ".bias", "attn_sinks", ".ffn_gate_inp.", "rope_"))
 
 
 def file_tensors(config: Any, names: Iterable[str]) -> Iterator[FileTensor]:
-    """The tensors of the file of a model. A tied head is none of them.
-
-    Args:
-        config: transformers' configuration of the model.
-        names: transformers' names of its tensors.
-    """
+    """The tensors of the file of a model. A tied head is none of them."""
     import gguf
 
     family = FAMILIES[config.model_type]
@@ -259,11 +228,7 @@ _ROPES |= {"ministral3": ("yarn",)}
 
 
 def check_describable(checkpoint: str, config: Any) -> None:
-    """Refuse a model that llama.cpp would compute in another way, or would not load.
-
-    Raises:
-        UnsupportedModelError: It is one.
-    """
+    """Refuse a model that llama.cpp would compute in another way, or would not load."""
     kind = config.model_type
     if kind not in FAMILIES:
         problem = f"no GGUF is written for {kind}"
@@ -368,7 +333,7 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _is_usual_yarn(kind: str, rope: dict[str, Any]) -> bool:
-    """Whether readers of files know how it scales scores, and rounds the ends of its ramp."""
+    """Tells if readers of files know how it scales scores, and rounds the ends of its ramp."""
     names = ["attention_factor"]
     if kind != "ministral3" or not rope.get("mscale_all_dim") or rope.get("mscale") != 1.0:
         names += ["mscale", "mscale_all_dim"]
@@ -377,7 +342,7 @@ def _is_usual_yarn(kind: str, rope: dict[str, Any]) -> bool:
 
 
 def _is_used(config: Any) -> bool:
-    """Whether its window is shorter than its context, and is used."""
+    """Tells if its window is shorter than its context, and is used."""
     return bool(getattr(config, "use_sliding_window", True)) and config.sliding_window < config.max_position_embeddings
 
 

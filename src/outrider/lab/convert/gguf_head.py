@@ -11,9 +11,9 @@ from torch import Tensor
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.heads.features import FeatureHeadConfig, FeatureNorm
-from outrider.heads.formats.gguf import EAGLE3, EAGLE3_PREFIXES, LAYERS
+from outrider.heads.formats.folder import renamed
+from outrider.heads.formats.gguf import GGUF_EAGLE3, LAYERS
 from outrider.heads.formats.published import PublishedHead, read_head
-from outrider.heads.formats.writing import published
 from outrider.lab.convert.gguf import Paired, check_describable, describe, frequency_factors, write_file
 from outrider.lab.convert.gguf_vocabulary import WriteVocabulary, own_vocabulary
 from outrider.loading.exclusive import attempt
@@ -28,39 +28,27 @@ _OTHERS = "Write it in the format of speculators."
 def write_gguf_head(
     source: str, path: Path, target: str | None = None, vocabulary: WriteVocabulary | None = None
 ) -> PublishedHead:
-    """Write a head as a file, and return it. All weights keep their bits.
-
-    Args:
-        source: Its folder.
-        path: The file. It appears when it is complete.
-        target: Folder or hub id of the model that it was made for; None for the one that it names.
-        vocabulary: Writes the vocabulary; None for the target's own.
-
-    Raises:
-        InvalidParameterError: There is no such folder, or the head names no target and needs one.
-        ModelError: It holds no head that can be read, or the target's tokenizer cannot be.
-        UnsupportedModelError: llama.cpp's heads do not compute what this one does.
-        StorageError: It cannot be written.
-    """
+    """Write a head as a file, and return it. All weights keep their bits."""
     import gguf
 
     head = read_head(source)
-    config, named = head.config, target or head.config.verifier
+    config, named, form = head.config, target or head.config.verifier, GGUF_EAGLE3
     _check_known(head)
     if not named and (vocabulary is None or config.aux_layers is None):
         problem = "the head does not name the model that it was made for, whose vocabulary a file holds"
         raise InvalidParameterError("target", None, problem, "Name it.")
     layers = config.aux_layers or config.layers_of(_num_layers(named))
-    writer = gguf.GGUFWriter(None, EAGLE3)
+    writer = gguf.GGUFWriter(None, form.method)
     describe(writer, config.layer)
-    writer.add_array(f"{EAGLE3}.{LAYERS[0]}", list(layers))
-    writer.add_uint32(f"{EAGLE3}.target_hidden_size", config.target_hidden_size)
-    writer.add_bool(f"{EAGLE3}.norm_before_residual", config.norm_before_residual)
+    writer.add_array(f"{form.method}.{LAYERS[0]}", list(layers))
+    writer.add_uint32(f"{form.method}.target_hidden_size", config.target_hidden_size)
+    writer.add_bool(f"{form.method}.norm_before_residual", config.norm_before_residual)
     (vocabulary or own_vocabulary(named))(writer, config.vocab_size)
     for name, factors in frequency_factors(config.layer).items():
         writer.add_tensor(name, factors)
+    names = form.published(config)
     for name, weight in head.network.state_dict().items():
-        _add(writer, source, published(name, EAGLE3_PREFIXES), _arranged(config, name, weight))
+        _add(writer, source, renamed(name, names), _arranged(config, name, weight))
     if head.tokens is not None:
         writer.add_tensor("d2t", head.tokens.numpy(), raw_dtype=gguf.GGMLQuantizationType.I64)
     write_file(writer, path)
@@ -70,7 +58,7 @@ def write_gguf_head(
 def _check_known(head: PublishedHead) -> None:
     """Raise UnsupportedModelError where llama.cpp would compute something else, or would not load the file."""
     config, layer = head.config, head.config.layer
-    if config.method != "eagle3":
+    if config.method != GGUF_EAGLE3.method:
         raise UnsupportedModelError(head.folder, f"the layout of GGUF has no heads of {config.method}", _OTHERS)
     biases = ("attention_bias", "mlp_bias", "qkv_bias")
     special = {

@@ -54,16 +54,7 @@ def placeholders(eos_token_id: int | None = None) -> WriteVocabulary:
 
 
 def vocabulary_of(checkpoint: str, tokenizer: Any, ends: list[int]) -> WriteVocabulary:
-    """The vocabulary, the special tokens and the chat template of a tokenizer.
-
-    Args:
-        checkpoint: Its name in errors.
-        tokenizer: A fast tokenizer of transformers.
-        ends: The tokens that end a text: one, two or three.
-
-    Raises:
-        UnsupportedModelError: llama.cpp has no name for what it does.
-    """
+    """The vocabulary, the special tokens and the chat template of a tokenizer."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = state["model"]
     if model["type"] != "BPE":
@@ -167,7 +158,7 @@ def _steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _has_prefix(normalizer: dict[str, Any] | None) -> bool:
-    """Whether a text gets a space before its first word."""
+    """Tells if a text gets a space before its first word."""
     return {"type": "Prepend", "prepend": SPACE} in _steps(normalizer)
 
 
@@ -185,12 +176,7 @@ def _write_special(writer: Any, tokenizer: Any, ends: list[int]) -> None:
 
 
 def own_vocabulary(checkpoint: str) -> WriteVocabulary:
-    """That of a checkpoint, with the tokens that end its texts.
-
-    Raises:
-        ModelLoadError: Its tokenizer cannot be read.
-        UnsupportedModelError: It has none, or llama.cpp has no name for what it does.
-    """
+    """The vocabulary of a checkpoint, with the tokens that end its texts."""
     from transformers import AutoConfig, GenerationConfig
 
     source = {"local_files_only": True}

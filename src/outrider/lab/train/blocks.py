@@ -118,7 +118,7 @@ class TextBlocks(nn.Module):
         rows = torch.stack([_taken(embeddings, places), *[self.mask.expand(*places.shape, -1)] * (size - 1)], 2)
         rotary = RotaryFactors(self.network.config.layer, rows.device)
         tables = rotary.at(range(embeddings.shape[1] + size), torch.float32)
-        for layer in self.network.own_layers:
+        for layer in self.network.stack:
             rows = _through(layer, rows, features, places, tables)
         return [
             self.network.logits(rows[:, :, depth][_taken(asked, places) & (places > 0)], target_head)

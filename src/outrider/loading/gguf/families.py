@@ -62,8 +62,11 @@ def gemma_4(values: Values) -> dict[str, Any]:
     heads = {bool(window): count for window, count in zip(windows, values.each_layer(KEY_HEADS), strict=True)}
     full = windows.index(False) if False in windows else 0
     rotated, theta = rotated_part(values, width // 2), values.number("rope.freq_base", 1_000_000.0)
+    narrow = values.count("attention.key_length_swa", width)
+    if values.count("rope.dimension_count_swa", narrow) != narrow:
+        raise values.refuse("rotary positions of a part of each head of layers with a window")
     return {
-        "head_dim": values.count("attention.key_length_swa", width),
+        "head_dim": narrow,
         "global_head_dim": width,
         "num_key_value_heads": heads.get(True, max(heads.values())),
         "num_global_key_value_heads": heads.get(False),
@@ -75,7 +78,7 @@ def gemma_4(values: Values) -> dict[str, Any]:
         "use_double_wide_mlp": len(set(forwards)) > 1,
         "hidden_size_per_layer_input": values.natural("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": values.rows_of("per_layer_token_embd.weight", 0),
-        "final_logit_softcapping": values.number(CAPS[1]) if values.get(CAPS[1]) else None,
+        "final_logit_softcapping": values.number(CAPS[1], 30.0),  # as llama.cpp where nothing is said
         "enable_moe_block": values.natural("expert_count") > 0,
         "num_experts": values.natural("expert_count") or None,
         "top_k_experts": values.natural("expert_used_count") or None,
