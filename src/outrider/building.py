@@ -6,11 +6,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from stat import S_ISREG
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Unpack
 from weakref import WeakSet
 
 import torch
@@ -32,12 +32,13 @@ from outrider.model.factory import make_runner
 from outrider.model.memory import Beside, device_name
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
+from outrider.options import Speculation
 from outrider.params import SamplingParams
 from outrider.prompts import PromptEncoder
 from outrider.propose.compositions import parts_of
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.draft_model import DraftModel, draft_models
-from outrider.propose.settings import Method, SpeculationConfig
+from outrider.propose.settings import SpeculationConfig
 
 # --- Profiles: recommended settings of speculation for one model on one machine.
 #
@@ -311,7 +312,7 @@ class EnginePlan:
                 "Leave it out, or give a model.",
             )
         check_sources(model=self.model.model)
-        return load_model(self.model, tokenizer, kv_tokens=self.cache.num_tokens)
+        return load_model(self.model, tokenizer, kv_tokens=self.cache.kv_cache_tokens)
 
     def _defaults_for(self, runner: ModelRunner) -> SpeculationDefaults:
         """As the profile recommends, where there is one and it holds for this model and this machine."""
@@ -388,6 +389,15 @@ def usual_draft_rounding(settings: ModelConfig) -> QuantizationName | None:
         return None
 
 
+class DraftSettings(TypedDict, total=False):
+    """How a draft model is loaded, where it is not as the target, or as all draft models."""
+
+    dtype: str | None
+    quantization: str | None
+    revision: str | None
+    trust_remote_code: bool
+
+
 class DraftLoader:
     """Loads models that draft beside a target, each with KV memory of its own that holds what the target's holds.
 
@@ -416,15 +426,7 @@ class DraftLoader:
         self._runners = WeakSet[ModelRunner]()
         self._usual_roundings: dict[str, QuantizationName | None] = {}
 
-    def __call__(
-        self,
-        model: str,
-        *,
-        dtype: str | None = None,
-        quantization: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> ModelRunner:
+    def __call__(self, model: str, **how: Unpack[DraftSettings]) -> ModelRunner:
         """Load a folder or hub id, or copy a model that was given. Where `dtype` is None it is the target's, and where
         `quantization` is None it is that of all draft models, or what is usual. Trust is given to each checkpoint alone.
 
@@ -434,13 +436,13 @@ class DraftLoader:
         """
         if model not in self._given:
             check_sources(draft_model=model)
-        settings = self._settings_of(model, dtype, quantization, revision, trust_remote_code=trust_remote_code)
+        settings = self._settings_of(model, how)
         if self._settings.activations == "none":
             settings = settings.replace(activations="none")
         elif self._target.rounds_rows and self._is_rounded(settings):
             settings = settings.replace(activations="int8")
         loaded = self._load(settings)
-        cache = self._cache.replace(num_tokens=self._capacity)
+        cache = self._cache.replace(kv_cache_tokens=self._capacity)
         beside = Beside(keys=sum(runner.unmade_bytes for runner in self._runners))
         runner = make_runner(loaded, "auto", cache, self._scheduling, beside=beside)
         self._runners.add(runner)
@@ -451,17 +453,9 @@ class DraftLoader:
         self._runners.add(target)
         self._capacity = target.blocks.num_blocks * target.blocks.block_size
 
-    def needs(
-        self,
-        model: str,
-        *,
-        dtype: str | None = None,
-        quantization: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> Needs | None:
+    def needs(self, model: str, **how: Unpack[DraftSettings]) -> Needs | None:
         """What a draft model will take of memory; None where that is not known before it is loaded."""
-        settings = self._settings_of(model, dtype, quantization, revision, trust_remote_code=trust_remote_code)
+        settings = self._settings_of(model, how)
         given = self._given.get(model)
         if given is not None:
             return needs(settings, given.config, sum(w.numel() for w in given.parameters()) * self._target.dtype.itemsize)
@@ -470,22 +464,18 @@ class DraftLoader:
         except (InputError, ModelError):  # which loading will raise, with the place of the setting
             return None
 
-    def _settings_of(
-        self, model: str, dtype: str | None, quantization: str | None, revision: str | None, *, trust_remote_code: bool
-    ) -> ModelConfig:
+    def _settings_of(self, model: str, how: DraftSettings) -> ModelConfig:
+        """The settings of a draft model. Its bits may differ from batch to batch: drafts are guesses."""
         target = self._target
-        rounding = quantization or self._settings.draft_quantization
-        settings = self._settings.replace(
+        rounding: Any = how.get("quantization") or self._settings.draft_quantization
+        dtype: Any = how.get("dtype") or str(target.dtype).removeprefix("torch.")
+        settings = ModelConfig(
             model=model,
-            dtype=dtype or str(target.dtype).removeprefix("torch."),
+            dtype=dtype,
             device=str(target.device),
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            attention_backend="auto",
-            max_model_len=None,
             quantization=None if rounding == "none" else rounding,
-            activations=None,
-            batch_invariant=False,  # drafts may differ in their bits: they are guesses
+            revision=how.get("revision"),
+            trust_remote_code=how.get("trust_remote_code", False),
         )
         if rounding is None and model not in self._given:
             if model not in self._usual_roundings:
@@ -502,41 +492,3 @@ class DraftLoader:
     def _load(self, settings: ModelConfig) -> LoadedModel:
         given = self._given.get(settings.model)
         return load_model(settings) if given is None else adopt_model(given, settings)
-
-
-# --- Options of a call beside its prompt and sampling parameters.
-
-
-#: Any form that SpeculationConfig.of takes.
-Speculation = SpeculationConfig | Method | Mapping[str, Any] | str
-
-
-class TextOptions(TypedDict, total=False):
-    """What a call may ask for beside a prompt, parameters and speculation.
-
-    Attributes:
-        namespace: Whose prompt it is: caches are shared within a namespace and never beyond it, and namespaces take turns.
-        trace: Whether outputs tell of every round.
-        prediction: A text, or token ids, that the caller expects the output to have, for the method `prediction`.
-        priority: Among the requests of one namespace that wait, lower numbers go first. The usual number is 0.
-        decoder_prompt: A text that the decoder goes on from, or token ids from its start token on, where an encoder reads
-            the prompt.
-        shown_tokens: Ids of special tokens that stand in the text, as others do not.
-    """
-
-    namespace: str | None
-    trace: bool
-    prediction: str | Sequence[int] | None
-    priority: int
-    decoder_prompt: str | Sequence[int] | None
-    shown_tokens: Collection[int]
-
-
-class CallOptions(TextOptions, total=False):
-    """What a call may ask for beside a prompt and parameters.
-
-    Attributes:
-        speculation: Who drafts, in place of the LLM's own; "none" decodes plainly.
-    """
-
-    speculation: Speculation | None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from outrider.config import Frozen
+from outrider.config import Asked, Elsewhere, Flag, Frozen
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError
 from outrider.results import RequestStats, RoundTrace
 
@@ -21,6 +21,8 @@ LogprobsMode = Literal["raw", "processed"]
 #: Must be a pure function of the two; called once for every row of a draft, each with the tokens of its own path.
 LogitsProcessor = Callable[[Any, Any], Any]
 
+#: The verbs to which a user says how texts are drawn.
+_TALKING = ("generate", "chat")
 _A_SEARCH = "it searches over whole texts instead of drawing from the model's probabilities"
 _BY_PROCESSOR = "there is no setting of that name; transformers' own processor for it runs exactly along every draft path"
 
@@ -75,11 +77,18 @@ class StructuredOutputs(Frozen):
         InvalidParameterError: There is no choice.
     """
 
-    json_schema: dict[str, Any] | str | None = None
+    json_schema: Annotated[
+        dict[str, Any] | str | None,
+        Flag("The output follows this JSON schema: a file, or the schema itself.", verbs=("generate",)),
+    ] = None
     json_object: bool = False
-    regex: str | None = Field(None, min_length=1, description="Use a regular expression.")
+    regex: Annotated[str | None, Flag("The output matches this regular expression.", verbs=("generate",))] = Field(
+        None, min_length=1, description="Use a regular expression."
+    )
     choice: Strings = Field((), description="Use a list of non-empty strings.")
-    grammar: str | None = Field(None, min_length=1, description="Use Lark or GBNF.")
+    grammar: Annotated[
+        str | None, Flag("The output follows this grammar (Lark or GBNF): a file, or itself.", verbs=("generate",))
+    ] = Field(None, min_length=1, description="Use Lark or GBNF.")
 
     refused: ClassVar[dict[str, str]] = {"json": "its name here is json_schema"}
     remedies: ClassVar[dict[str, str]] = {"json": "Use StructuredOutputs(json_schema=...)."}
@@ -130,41 +139,87 @@ class SamplingParams(Frozen):
         "response_format": "Use structured_outputs=StructuredOutputs(...).",
     }
 
-    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="Use 0 (greedy) to 100.")
-    top_k: int = Field(0, ge=-1, lt=2**31, description="Use 1 to 2147483647; 0 or -1 keeps every token.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Use a value above 0 and up to 1.")
-    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Use a value from 0 to 1.")
-    repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100.0, description="Use 0.01 to 100; above 1 discourages tokens of prompt and output."
+    max_tokens: Annotated[
+        int,
+        Flag("Most tokens to write.", verbs=("generate",)),
+        Flag("Most tokens to write.", verbs=("chat",), default=512),
+        Elsewhere(transformers="max_new_tokens", llama_cpp="n_predict"),
+    ] = Field(128, ge=1, description="Use 1 or more.")
+    temperature: Annotated[
+        float,
+        Flag("0 is greedy.", ("--temperature", "-t"), _TALKING),
+        Asked(float),
+        Elsewhere(transformers="temperature", gguf="temp"),
+    ] = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="Use 0 (greedy) to 100.")
+    top_k: Annotated[
+        int,
+        Flag("Keep the k most likely tokens; 0 keeps all.", verbs=_TALKING),
+        Asked(int),
+        Elsewhere(transformers="top_k", gguf="top_k"),
+    ] = Field(0, ge=-1, lt=2**31, description="Use 1 to 2147483647; 0 or -1 keeps every token.")
+    top_p: Annotated[
+        float,
+        Flag("Keep the most likely tokens up to this mass.", verbs=_TALKING),
+        Asked(float),
+        Elsewhere(transformers="top_p", gguf="top_p"),
+    ] = Field(1.0, gt=0.0, le=1.0, description="Use a value above 0 and up to 1.")
+    min_p: Annotated[
+        float,
+        Flag("Keep tokens at least this likely, relative to the best.", verbs=_TALKING),
+        Asked(float),
+        Elsewhere(transformers="min_p", gguf="min_p"),
+    ] = Field(0.0, ge=0.0, le=1.0, description="Use a value from 0 to 1.")
+    repetition_penalty: Annotated[
+        float,
+        Flag("Above 1 discourages tokens of prompt and output.", verbs=_TALKING),
+        Asked(float),
+        Elsewhere(transformers="repetition_penalty", gguf="penalty_repeat", llama_cpp="repeat_penalty"),
+    ] = Field(1.0, ge=0.01, le=100.0, description="Use 0.01 to 100; above 1 discourages tokens of prompt and output.")
+    presence_penalty: Annotated[
+        float, Flag("Taken from tokens the output holds, -2 to 2.", verbs=_TALKING), Asked(float)
+    ] = Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
+    frequency_penalty: Annotated[float, Flag("The same for each time it holds them.", verbs=_TALKING), Asked(float)] = (
+        Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
     )
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
     logit_bias: Annotated[
-        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_as_biases)
+        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]],
+        BeforeValidator(_as_biases),
+        Asked(dict[str, float]),
     ] = Field(default_factory=dict, description="Use token ids with biases from -100 to 100.")
-    bad_words: Strings = Field((), description="Use a list of non-empty strings.")
+    bad_words: Annotated[Strings, Asked(list[str])] = Field((), description="Use a list of non-empty strings.")
     bad_words_ids: Annotated[tuple[Annotated[TokenIds, Field(min_length=1)], ...], BeforeValidator(_as_tuples)] = Field(
         (), description="Use a list of non-empty lists of token ids."
     )
-    allowed_token_ids: TokenIds | None = Field(
+    allowed_token_ids: Annotated[TokenIds | None, Asked(list[int])] = Field(
         None, min_length=1, description="Use a non-empty list of token ids, or None."
     )
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | None = None  # whose fields have options of their own
     logits_processors: Annotated[tuple[Any, ...], BeforeValidator(_as_tuple), AfterValidator(_all_callable)] = Field(
         (), description="Use functions of (token ids [1, n], scores [1, vocab_size]) that return scores."
     )
-    max_tokens: int = Field(128, ge=1, description="Use 1 or more.")
-    min_tokens: int = Field(0, ge=0, description="Use 0 or more, up to max_tokens.")
-    stop: Strings = Field((), description="Use one non-empty string or a list of them.")
-    stop_token_ids: TokenIds = Field((), description="Use a list of token ids.")
-    ignore_eos: bool = False
-    seed: int | None = Field(None, ge=0, lt=2**63, description="Use an integer from 0 to 2**63 - 1, or None.")
-    n: int = Field(1, ge=1, description="Use 1 or more samples.")
-    logprobs: int | None = Field(
-        None, ge=-1, description="Use the number of most likely tokens to report beside the chosen one; -1 reports all."
+    logprobs: Annotated[int | None, Flag("Also show how likely each token and the k best were.", verbs=("generate",))] = (
+        Field(
+            None, ge=-1, description="Use the number of most likely tokens to report beside the chosen one; -1 reports all."
+        )
     )
     prompt_logprobs: int | None = Field(None, ge=-1, description="Use a number of tokens; -1 reports all.")
     logprobs_mode: LogprobsMode = Field("raw", description="Use raw or processed.")
+    seed: Annotated[
+        int | None,
+        Flag("Same seed, same text, with any method or none; to the bit in batch-invariant mode.", verbs=_TALKING),
+        Asked(int),
+    ] = Field(None, ge=0, lt=2**63, description="Use an integer from 0 to 2**63 - 1, or None.")
+    n: Annotated[int, Flag("Samples of each prompt.", ("-n",), ("generate",)), Asked(int)] = Field(
+        1, ge=1, description="Use 1 or more samples."
+    )
+    stop: Annotated[
+        Strings,
+        Flag("A string that ends the text; may be repeated.", verbs=("generate",)),
+        Asked(str | list[str], "Use a text or a list of texts."),
+    ] = Field((), description="Use one non-empty string or a list of them.")
+    stop_token_ids: Annotated[TokenIds, Asked(list[int])] = Field((), description="Use a list of token ids.")
+    min_tokens: Annotated[int, Asked(int)] = Field(0, ge=0, description="Use 0 or more, up to max_tokens.")
+    ignore_eos: Annotated[bool, Flag("Write on past the end of the text.", verbs=("generate",)), Asked(bool)] = False
 
     def __hash__(self) -> int:
         return hash((self.temperature, self.top_k, self.top_p, self.min_p, self.max_tokens, self.seed, self.stop))

@@ -31,8 +31,9 @@ from outrider.results import RequestStats
 from outrider.server.answers import CompletionLogprobs, chat_logprobs, usage
 from outrider.server.chat import blamed_tool, conversation, encode, forced_calls
 from outrider.server.errors import ApiError, api_error
-from outrider.server.requests import AllowedMethods, JobMaker, Prompt, ServerSettings, field_names, sampling
+from outrider.server.requests import AllowedMethods, JobMaker, Prompt, field_names, sampling
 from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest, Refusal
+from outrider.server.settings import ServerSettings
 from outrider.server.tool_forms import ToolForm, tool_form
 from outrider.server.tools import Heard, ToolListener, ToolUse
 from outrider.structured.grammar import GrammarCompiler, GrammarError

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
-
-from outrider.config import Frozen, nearest
+from outrider.config import nearest
 from outrider.engine.admission import check_prompt_ids
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, UnsupportedParameterError
 from outrider.params import SamplingParams, StructuredOutputs
@@ -19,8 +17,8 @@ from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.propose.tree import MAX_ROWS
 from outrider.server.chat import encode, forced_calls, tool_use
 from outrider.server.errors import ApiError
-from outrider.server.schemas import MAX_LOGPROBS, ChatRequest, CommonRequest, CompletionRequest
-from outrider.server.tool_forms import FORMS, ToolForm
+from outrider.server.schemas import MAX_LOGPROBS, SAME, ChatRequest, CommonRequest, CompletionRequest
+from outrider.server.settings import ServerSettings
 from outrider.server.tools import ToolUse
 
 # --- The methods that a request may name: those that the server offers by name, since a request must not load a file.
@@ -109,53 +107,6 @@ def _changed(config: SpeculationConfig, settings: Mapping[str, Any]) -> Speculat
         value = settings.get(error.field, error.value)
         remedy = _IN_JSON.get(error.field, error.remedy)
         raise type(error)(f"speculation.{error.field}", value, error.problem, remedy) from None
-
-
-# --- Settings of the server, beside the model.
-
-
-class ServerSettings(Frozen):
-    """Address, names and limits.
-
-    Attributes:
-        model_name: What clients call the model.
-        hosts: What requests may name as Host; None for anything. See `access.allowed_hosts`.
-        origins: Where pages may be from that ask, beside this server; "*" for anywhere.
-        max_queue: Sequences that may wait beside those that run; further requests are refused with 429.
-        max_n: Samples, prompts times n, of one request.
-        max_stops: Stop strings of one request.
-        max_list_items: Entries of logit_bias, bad_words, stop_token_ids or allowed_token_ids, each by itself.
-        max_list_characters: Of the texts in stop, and of those in bad_words.
-        max_body_bytes: Of one request.
-        max_body_values: Names and values in the body of one request; reading them takes time in which nothing else is read.
-        max_structure_bytes: Of a JSON schema, regular expression or grammar.
-        step_seconds: An engine that has been at work on one step for so long hangs, and is of no use any more.
-        request_seconds: So long after its first byte a request is ended with an error; None for no limit.
-        header_seconds: How long a connection may take until the headers of its request are there.
-        body_seconds: How long the body of a request may take to come.
-        template_seconds: CPU that a chat template may take for one conversation.
-        template_mib: Memory that it may take.
-        tool_parser: The form in which the model writes calls of tools; None for what its chat template teaches.
-    """
-
-    model_name: str = Field(min_length=1, description="Use a name.")
-    hosts: tuple[str, ...] | None = None
-    origins: tuple[str, ...] = ()
-    max_queue: int = Field(256, ge=0, description="Use 0 or more.")
-    max_n: int = Field(16, ge=1, description="Use 1 or more.")
-    max_stops: int = Field(16, ge=0, description="Use 0 or more.")
-    max_list_items: int = Field(1024, ge=0, description="Use 0 or more.")
-    max_list_characters: int = Field(16 * 2**10, ge=0, description="Use 0 or more.")
-    max_body_bytes: int = Field(4 * 2**20, ge=1, description="Use 1 or more.")
-    max_body_values: int = Field(100_000, ge=1, description="Use 1 or more.")
-    max_structure_bytes: int = Field(64 * 2**10, ge=1, description="Use 1 or more.")
-    step_seconds: float = Field(120.0, gt=0, description="Use a number of seconds above 0.")
-    request_seconds: float | None = Field(None, gt=0, description="Use a number of seconds above 0, or None.")
-    header_seconds: float = Field(30.0, gt=0, description="Use a number of seconds above 0.")
-    body_seconds: float = Field(60.0, gt=0, description="Use a number of seconds above 0.")
-    template_seconds: float = Field(2.0, gt=0, description="Use a number of seconds above 0.")
-    template_mib: int = Field(512, ge=1, description="Use 1 or more.")
-    tool_parser: ToolForm | None = Field(None, description=f"Use one of {', '.join(sorted(FORMS))}.")
 
 
 # --- Job: a checked request with its prompts as tokens, its parameters and its tenant.
@@ -314,25 +265,6 @@ class JobMaker:
 # --- Translates requests to the engine's settings, and the engine's errors back to the request's field names.
 
 
-#: Fields that have the same name and meaning inside.
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "stop",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-)
 #: What structured_outputs calls the kinds of structure, and their names inside.
 _STRUCTURES = {
     "json": "json_schema",
@@ -359,7 +291,7 @@ def sampling(asked: CommonRequest, defaults: SamplingParams, room: int, settings
     Raises:
         InputError: A value is out of range, or settings contradict each other.
     """
-    given = {name: getattr(asked, name) for name in _SAME if getattr(asked, name) is not None}
+    given = {name: getattr(asked, name) for name in SAME if getattr(asked, name) is not None}
     if given.get("stop") in ("", []):
         del given["stop"]  # clients that mean none
     if given.get("seed") == _NONE:
