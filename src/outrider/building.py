@@ -53,27 +53,17 @@ _IDLE_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype",
 
 
 class Identity(BaseModel):
-    """What a profile holds for.
-
-    Attributes:
-        model: Path or hub id, to show; another copy of the same model fits as well.
-        config: A digest of its configuration.
-        dtype: Of its weights.
-        quantization: How they are rounded; None where they are not.
-        processor: The name of the processor, or of the accelerator where the model lies on one.
-        kernels: The instruction set of our kernels; None where stock operators compute.
-        threads: Threads that compute.
-    """
+    """What a profile holds for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str
-    config: str
-    dtype: str
-    quantization: str | None
-    processor: str
-    kernels: str | None
-    threads: int
+    model: str  # path or hub id, to show; another copy of the same model fits as well
+    config: str  # a digest of its configuration
+    dtype: str  # that of its weights
+    quantization: str | None  # how they are rounded; None where they are not
+    processor: str  # the name of the processor, or of the accelerator where the model lies on one
+    kernels: str | None  # the instruction set of our kernels; None where stock operators compute
+    threads: int  # threads that compute
 
     @classmethod
     def of(cls, runner: ModelRunner, config: ModelConfig) -> Identity:
@@ -98,27 +88,17 @@ class Identity(BaseModel):
 
 
 class Profile(BaseModel):
-    """What a tuning recommends, and what it was made for.
-
-    Attributes:
-        format: The form of this file.
-        outrider: The version that made it.
-        identity: What it holds for.
-        speculation: The settings, as SpeculationConfig.of takes them.
-        concurrency: Texts at a time for which they were chosen.
-        gain: The expected speedup over plain decoding.
-        measured: Whether the gain was measured and not predicted.
-    """
+    """What a tuning recommends, and what it was made for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[1] = 1
-    outrider: str = __version__
-    identity: Identity
-    speculation: dict[str, Any]
-    concurrency: Annotated[int, Field(ge=1)]
-    gain: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-    measured: bool
+    format: Literal[1] = 1  # the form of this file
+    outrider: str = __version__  # the version that made it
+    identity: Identity  # what it holds for
+    speculation: dict[str, Any]  # the settings, as SpeculationConfig.of takes them
+    concurrency: Annotated[int, Field(ge=1)]  # texts at a time for which they were chosen
+    gain: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]  # the expected speedup over plain decoding
+    measured: bool  # whether the gain was measured and not predicted
 
     def check_model(self, path: str, found: Identity) -> None:
         """Raise ProfileMismatchError where the profile was made for another model: its settings say nothing of this one.
@@ -203,33 +183,20 @@ logger = logging.getLogger(__name__)
 
 
 class BuiltEngine(NamedTuple):
-    """An engine, and what is known of its model now that it is loaded.
+    """An engine, and what is known of its model now that it is loaded."""
 
-    Attributes:
-        engine: It has no work yet.
-        prompts: Turns prompts and conversations into token ids.
-        default_params: The parameters of requests that bring none.
-        defaults: Who drafts where a call leaves it open, by the profile if it holds here.
-    """
-
-    engine: Engine
-    prompts: PromptEncoder
-    default_params: SamplingParams
-    defaults: SpeculationDefaults
+    engine: Engine  # it has no work yet
+    prompts: PromptEncoder  # turns prompts and conversations into token ids
+    default_params: SamplingParams  # the parameters of requests that bring none
+    defaults: SpeculationDefaults  # who drafts where a call leaves it open, by the profile if it holds here
 
 
 class RecommendedSettings(NamedTuple):
-    """A profile as it was read.
+    """A profile as it was read."""
 
-    Attributes:
-        path: Its file.
-        profile: For which model and which machine it was made.
-        config: The settings that it recommends.
-    """
-
-    path: str
-    profile: Profile
-    config: SpeculationConfig
+    path: str  # its file
+    profile: Profile  # for which model and which machine it was made
+    config: SpeculationConfig  # the settings that it recommends
 
     @classmethod
     def read(
@@ -244,21 +211,14 @@ class RecommendedSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What an engine is to be built of, checked as far as it can be before a weight is read.
-
-    Attributes:
-        model, cache, scheduling: Their settings.
-        defaults: Who drafts where a call leaves it open.
-        recommended: A profile that may say so instead.
-        embedded: Whether the model is the one that comes with the package.
-    """
+    """What an engine is to be built of, checked as far as it can be before a weight is read."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduling: SchedulerConfig
-    defaults: SpeculationDefaults
-    recommended: RecommendedSettings | None
-    embedded: bool
+    defaults: SpeculationDefaults  # who drafts where a call leaves it open
+    recommended: RecommendedSettings | None  # a profile that may say so instead
+    embedded: bool  # whether the model is the one that comes with the package
 
     def build(self, model: Any, tokenizer: Any | None, draft_model: Any | None, *, consume: bool) -> BuiltEngine:
         """Load everything, in the thread that will run the engine.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,21 +15,25 @@ from outrider.errors import ContradictionError, InputError, InvalidParameterErro
 # --- Frozen, validated value types whose errors name the field, the value and the remedy.
 
 
+class Refusal(NamedTuple):
+    """What is said of a name that is known elsewhere."""
+
+    reason: str  # why it is not taken
+    remedy: str = "Leave it out."
+    neutral: tuple[Any, ...] = ()  # values that ask for nothing, which requests to the server may have
+
+
 class Frozen(BaseModel):
     """An immutable record; unknown names and values out of range raise an InputError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
-    #: Names other engines accept that are refused here, each with the reason.
-    refused: ClassVar[dict[str, str]] = {}
-    #: What to use instead of a refused name, where there is something.
-    remedies: ClassVar[dict[str, str]] = {}
+    #: Names other engines accept that are refused here.
+    refused: ClassVar[dict[str, Refusal]] = {}
 
     def __init__(self, **values: Any) -> None:
         for name in sorted(values.keys() & self.refused.keys()):
-            raise UnsupportedParameterError(
-                name, values[name], self.refused[name], self.remedies.get(name, "Leave it out.")
-            )
+            raise UnsupportedParameterError(name, values[name], self.refused[name].reason, self.refused[name].remedy)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -83,8 +87,8 @@ class Flag:
     """An option of the command that sets the field. A field may have another one for other verbs."""
 
     help: str
-    names: tuple[str, ...] = ()  # as ("--temperature", "-t"), where it has more than its own
     verbs: tuple[str, ...] = WRITING
+    names: tuple[str, ...] = ()  # as ("--temperature", "-t"), where it has more than its own
     default: Any = ...  # where the command leaves it open otherwise than the field does
 
 
@@ -101,9 +105,9 @@ class Elsewhere:
     """The names of the field elsewhere."""
 
     transformers: str | None = None  # in generation_config.json, and as a keyword
-    vllm: str | None = None  # as a keyword
     gguf: str | None = None  # behind general.sampling. in a file
     llama_cpp: str | None = None  # in requests to its server
+    vllm: str | None = None  # as a keyword
 
 
 def declared(kind: type[BaseModel], what: type[T]) -> Iterator[tuple[str, T]]:
@@ -165,6 +169,8 @@ def _no_quantization(value: object) -> object:
 
 #: Verbs that measure a model, which take of its settings what changes the numbers.
 _MEASURING = ("doctor", "tune")
+_EVERYWHERE = (*WRITING, *_MEASURING, "data")
+_SERVING = ("serve",)
 
 
 class ModelConfig(Frozen):
@@ -175,38 +181,32 @@ class ModelConfig(Frozen):
         DTypeName,
         BeforeValidator(_no_quantization),
         BeforeValidator(_named),
-        Flag("auto, bfloat16, float16, float32 or float64.", verbs=(*WRITING, *_MEASURING, "data")),
+        Flag("auto, bfloat16, float16, float32 or float64.", _EVERYWHERE),
         Elsewhere(transformers="torch_dtype"),
     ] = Field("auto", description="Use auto, float64, float32, bfloat16 or float16.")
-    device: Annotated[
-        str | None,
-        BeforeValidator(_named),
-        Flag("cpu, cuda, cuda:1, ...", verbs=(*WRITING, *_MEASURING, "data")),
-    ] = None
+    device: Annotated[str | None, BeforeValidator(_named), Flag("cpu, cuda, cuda:1, ...", _EVERYWHERE)] = None
     revision: str | None = None
     trust_remote_code: bool = False
     attention_backend: Annotated[AttentionName, Flag("auto, fused, paged or gather.")] = Field(
         "auto", description="Use auto, fused, paged or gather."
     )
     quantization: Annotated[
-        QuantizationName | None,
-        Flag("Round weights: int8, int8-g128, int4, int4-g32-asym, ...", verbs=(*WRITING, *_MEASURING)),
+        QuantizationName | None, Flag("Round weights: int8, int8-g128, int4, int4-g32-asym, ...", (*WRITING, *_MEASURING))
     ] = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
     activations: Annotated[
         ActivationsName | None,
         Flag(
             "int8 rounds what enters products with rounded weights, none does not. For GGUF files int8 is usual.",
-            verbs=(*WRITING, *_MEASURING, "data"),
+            _EVERYWHERE,
         ),
     ] = Field(None, description="Use int8, none or None.")
     draft_quantization: Annotated[
-        DraftQuantizationName | None,
-        Flag("The same for draft models: int8 or 4 bits are usual, none rounds nothing."),
+        DraftQuantizationName | None, Flag("The same for draft models: int8 or 4 bits are usual, none rounds nothing.")
     ] = Field(None, description=f"Use {', '.join(QUANTIZATIONS)}, none or None.")
-    batch_invariant: Annotated[
-        bool, Flag("Same seed, same bits, in any batch with any method.", verbs=("generate", "serve"))
-    ] = False
-    max_model_len: Annotated[int | None, Flag("Longest text, prompt and output together.", verbs=("serve",))] = Field(
+    batch_invariant: Annotated[bool, Flag("Same seed, same bits, in any batch with any method.", ("generate", "serve"))] = (
+        False
+    )
+    max_model_len: Annotated[int | None, Flag("Longest text, prompt and output together.", _SERVING)] = Field(
         None, ge=2, description="Use 2 tokens or more, or None."
     )
 
@@ -236,20 +236,17 @@ class CacheConfig(Frozen):
     """How much key-value memory there is and how it is cut."""
 
     block_size: int = Field(16, ge=1, le=1024, description="Use 1 to 1024 tokens.")
-    kv_cache_tokens: Annotated[int | None, Flag("KV memory; sized from free memory unless given.", verbs=("serve",))] = (
-        Field(None, ge=1, description="Use 1 token or more, or None.")
+    kv_cache_tokens: Annotated[int | None, Flag("KV memory; sized from free memory unless given.", _SERVING)] = Field(
+        None, ge=1, description="Use 1 token or more, or None."
     )  # rounded down to blocks
     prefix_caching: Annotated[
         bool,
-        Flag("Read every prompt anew. Otherwise prompts of a tenant share the KV of equal beginnings.", verbs=("serve",)),
+        Flag("Read every prompt anew. Otherwise prompts of a tenant share the KV of equal beginnings.", _SERVING),
         Elsewhere(vllm="enable_prefix_caching"),
     ] = True
     state_cache_mib: Annotated[
         int | None,
-        Flag(
-            "MiB for running states that equal beginnings share; a sixteenth of free memory unless given.",
-            verbs=("serve",),
-        ),
+        Flag("MiB for running states that equal beginnings share; a sixteenth of free memory unless given.", _SERVING),
     ] = Field(None, ge=0, description="Use 0 MiB or more, or None.")
 
 
@@ -257,11 +254,9 @@ class SchedulerConfig(Frozen):
     """How much work one step may hold."""
 
     max_num_seqs: Annotated[
-        int,
-        Flag("Prompts that run at a time.", verbs=("generate",)),
-        Flag("Texts that are written at a time.", verbs=("serve",)),
+        int, Flag("Prompts that run at a time.", ("generate",)), Flag("Texts that are written at a time.", _SERVING)
     ] = Field(32, ge=1, description="Use 1 or more.")
-    max_num_batched_tokens: Annotated[int, Flag("Rows of a pass.", verbs=("serve",))] = Field(
+    max_num_batched_tokens: Annotated[int, Flag("Rows of a pass.", _SERVING)] = Field(
         1024, ge=1, description="Use 1 or more."
     )
 
@@ -282,25 +277,14 @@ class SchedulerConfig(Frozen):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Declared once, and handed from the caller to the engine as it is.
-
-    Attributes:
-        namespace: Whose request it is. Caches are shared within a namespace and never beyond it; namespaces take turns.
-        prediction: Token ids that the caller expects the output to have, for the method `prediction`.
-        priority: Among the requests of one namespace that wait, lower numbers go first.
-        trace: Whether outputs tell of every round.
-        streaming: Whether pieces of the text are kept for a stream.
-        decoder_prompt: Token ids that the decoder begins with, where an encoder reads the prompt, from its start token on;
-            empty for those that the model always begins with.
-        shown_tokens: Special tokens that stand in the text, as others do not.
-    """
+    """What the keywords of a call come to; `options.TextOptions` says what they mean."""
 
     namespace: str | None = None
-    prediction: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()  # token ids
     priority: int = 0
     trace: bool = False
-    streaming: bool = False
-    decoder_prompt: tuple[int, ...] = ()
+    streaming: bool = False  # whether pieces of the text are kept for a stream
+    decoder_prompt: tuple[int, ...] = ()  # from the decoder's start token on; empty for what the model always begins with
     shown_tokens: frozenset[int] = frozenset()
 
 

@@ -153,8 +153,9 @@ def names_keywords(typed: Any) -> Callable[[F], F]:
 # --- What is said of other keywords.
 
 
-#: Settings of other engines that have none in their place here.
+#: Settings of other engines that have another one in their place here, or none.
 _OTHERS = {
+    "speculative_config": "Its name here is speculation.",
     "gpu_memory_utilization": "Use LLM(kv_cache_tokens=...); None takes what memory is free.",
     "tensor_parallel_size": "Leave it out: a model lies on one device. Use device=... to choose it.",
 }
@@ -172,11 +173,17 @@ def refuse_settings(given: Mapping[str, Any]) -> None:
 
 def refuse_keywords(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raise InvalidParameterError for the first of these that `method` does not take, and show the call that is right.
-    Args: method: LLM.generate or one like it, bound: its first parameter is what to write about. given: Names and
-    values."""
+
+    Args:
+        method: LLM.generate or one like it, bound: its first parameter is what to write about.
+        given: Names and values.
+    """
     known = tuple(signature(method).parameters)
+    if given.keys() <= set(known):
+        return
     call = f"{method.__name__}({known[0]}, "
     renamed = {
+        **_OTHERS,
         "sampling_params": f"Its name here is params: {call}SamplingParams(...)).",
         "do_sample": f"Use {call}SamplingParams(temperature=0)) for greedy texts; any other temperature samples.",
     }
@@ -202,31 +209,20 @@ def _refuse(
     renamed: Mapping[str, str],
     places: Mapping[type[Frozen], str],
 ) -> None:
-    """Raise for the first name that is not known: by what it is called here, or where it belongs."""
-    for name in given:
-        if name not in known:
-            raise _refusal(owner, name, given[name], known, renamed, places)
-
-
-def _refusal(
-    owner: str,
-    name: str,
-    value: object,
-    known: Collection[str],
-    renamed: Mapping[str, str],
-    places: Mapping[type[Frozen], str],
-) -> InvalidParameterError:
-    for kind, place in places.items():
-        if name in kind.model_fields:
-            problem = f"a setting of {kind.__name__}, not of {owner}"
-            return InvalidParameterError(name, value, problem, f"Give it in {place.format(name)}.")
-    remedies = {**renamed, "speculative_config": "Its name here is speculation."}
-    if name in FORMERLY:
-        said = FORMERLY[name].format(value=value).removesuffix(".")
-        remedies.setdefault(name, f"{said}, in speculation=SpeculationConfig(...).")
-    if name in remedies:
-        return InvalidParameterError(name, value, "no such setting", remedies[name])
-    return unknown_setting(owner, name, value, known)
+    """Raise for the first name that is not known: by where it belongs, or what it is called here."""
+    for name, value in given.items():
+        if name in known:
+            continue
+        for kind, place in places.items():
+            if name in kind.model_fields:
+                problem = f"a setting of {kind.__name__}, not of {owner}"
+                raise InvalidParameterError(name, value, problem, f"Give it in {place.format(name)}.")
+        if name in renamed:
+            raise InvalidParameterError(name, value, "no such setting", renamed[name])
+        if name in FORMERLY:
+            said = FORMERLY[name].format(value=value).removesuffix(".")
+            raise InvalidParameterError(name, value, "no such setting", f"{said}, in speculation=SpeculationConfig(...).")
+        raise unknown_setting(owner, name, value, known)
 
 
 def check_namespace(namespace: Any) -> None:
@@ -237,8 +233,11 @@ def check_namespace(namespace: Any) -> None:
 
 
 def spread(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each of `count` prompts: the value itself repeated, or a list of the right length. Raises:
-    InvalidParameterError: A list of another length."""
+    """One value for each of `count` prompts: the value itself repeated, or a list of the right length.
+
+    Raises:
+        InvalidParameterError: A list of another length.
+    """
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:

@@ -44,7 +44,7 @@ _HELP = f"""\
 _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?")
 
 
-@with_options()
+@with_options(max_tokens=512)
 def chat(
     model: options.Model = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,

@@ -55,8 +55,11 @@ def with_options(ahead: int | None = None, **defaults: Any) -> Callable[[Callabl
             shown += parts[:ahead]
             behind += [] if ahead is None else parts[ahead:]
 
+        usual = {each.name: each.default for each in (*shown, *behind) if each.default is not Parameter.empty}
+
         @wraps(command)
         def run(**given: Any) -> None:
+            given = {**usual, **given}
             for name, (parts, make) in groups.items():
                 given[name] = make(**{each.name: given.pop(each.name) for each in parts})
             command(**given)

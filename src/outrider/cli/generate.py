@@ -341,11 +341,7 @@ def _identical(
 
 
 def _show_sameness(
-    notes: Console,
-    llm: LLM,
-    params: SamplingParams,
-    plain: Sequence[CompletionOutput],
-    drafted: Sequence[CompletionOutput],
+    notes: Console, llm: LLM, params: SamplingParams, plain: Sequence[CompletionOutput], drafted: Sequence[CompletionOutput]
 ) -> None:
     """How many tokens are the same, or where the texts part and why."""
     pairs = [(one.token_ids, other.token_ids) for one, other in zip(plain, drafted, strict=False)]

@@ -84,11 +84,7 @@ Loading = Annotated[dict[str, Any], Flags((ModelConfig, SchedulerConfig, CacheCo
 
 
 def speculation(
-    method: str | None,
-    draft_model: str | None,
-    num_draft_tokens: int | None,
-    rule: str | None,
-    tree: str | None = None,
+    method: str | None, draft_model: str | None, num_draft_tokens: int | None, rule: str | None, tree: str | None = None
 ) -> Any:
     """A SpeculationConfig from what was given. A draft model without a method is one to choose from. Where only fields of a
     draft were given, these, for the draft model of the embedded pair; None where nothing was."""

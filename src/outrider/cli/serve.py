@@ -78,8 +78,7 @@ def serve(
     drafting: options.TreeDrafting,
     profile: options.Profile = None,
     allow: Annotated[
-        list[str] | None,
-        typer.Option(help="A further method that requests may ask for, as in --method; may be repeated."),
+        list[str] | None, typer.Option(help="A further method that requests may ask for, as in --method; may be repeated.")
     ] = None,
     replicas: Annotated[int | None, typer.Option(help="Engines behind one address; see docs/how-to/replicas.md.")] = None,
     reached: Reached,

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, model_validator
 
+from outrider.config import Refusal
 from outrider.conversations import reads, shown_names
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedParameterError
-from outrider.server.schemas import SAME, ChatRequest, Refusal, Shape, Turn
+from outrider.server.schemas import SAME, ChatRequest, Shape, Turn
 
 # --- Shapes of requests.
 

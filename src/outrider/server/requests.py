@@ -114,42 +114,25 @@ def _changed(config: SpeculationConfig, settings: Mapping[str, Any]) -> Speculat
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is completed.
+    """What is completed."""
 
-    Attributes:
-        token_ids: Never changed by the engine.
-        text: As it was given, or as the tokens read; empty where nobody wants it back.
-        first: How the first token reads.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str = ""
-    first: str = ""
+    token_ids: tuple[int, ...]  # never changed by the engine
+    text: str = ""  # as it was given, or as the tokens read; empty where nobody wants it back
+    first: str = ""  # how the first token reads
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the engine is asked to write.
-
-    Attributes:
-        asked: The request.
-        prompts: One or more, and `params.n` samples of each.
-        params: For all of them.
-        speculation: Who drafts.
-        namespace: Whose it is.
-        is_silent: Whether no token is told: only the prompt and its log probabilities are wanted.
-        is_recorded: Whether somebody else than the client wants to know of its rounds.
-        tools: How calls of tools, and thoughts, are heard in the texts; None where there are none.
-    """
+    """What the engine is asked to write."""
 
     asked: CommonRequest
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt, ...]  # one or more, and `params.n` samples of each
     params: SamplingParams
-    speculation: SpeculationConfig
+    speculation: SpeculationConfig  # who drafts
     namespace: str | None
-    is_silent: bool = False
-    is_recorded: bool = False
-    tools: ToolUse | None = None
+    is_silent: bool = False  # whether no token is told: only the prompt and its log probabilities are wanted
+    is_recorded: bool = False  # whether somebody else than the client wants to know of its rounds
+    tools: ToolUse | None = None  # how calls of tools, and thoughts, are heard in the texts; None where there are none
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -175,24 +158,15 @@ class Job:
 
 @dataclass(frozen=True)
 class JobMaker:
-    """Makes jobs of requests, in any thread.
-
-    Attributes:
-        prompts: Encodes.
-        defaults: The model's own parameters.
-        longest: Tokens that a text may have, prompt and output together.
-        allowed: The methods of the server.
-        settings: Its limits.
-        vocab_size: Token ids that the model knows.
-        text_start: What every text begins with, where an encoder reads the prompt; None where it begins with the prompt.
-    """
+    """Makes jobs of requests, in any thread."""
 
     prompts: PromptEncoder
-    defaults: SamplingParams
-    longest: int
-    allowed: AllowedMethods
+    defaults: SamplingParams  # the model's own parameters
+    longest: int  # tokens that a text may have, prompt and output together
+    allowed: AllowedMethods  # the methods of the server
     settings: ServerSettings
-    vocab_size: int
+    vocab_size: int  # token ids that the model knows
+    #: What every text begins with, where an encoder reads the prompt; None where it begins with the prompt.
     text_start: tuple[int, ...] | None = None
 
     def make(self, asked: CommonRequest, namespace: str | None) -> Job:

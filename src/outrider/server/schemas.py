@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails
 
-from outrider.config import Asked, Elsewhere, declared, unknown_setting
+from outrider.config import Asked, Elsewhere, Refusal, declared, unknown_setting
 from outrider.errors import InputError, InvalidParameterError, UnsupportedParameterError
 from outrider.params import SamplingParams
 from outrider.server.errors import ApiError
@@ -35,23 +35,8 @@ _ONE_SERVER = "there is one server"
 _ONE_LIBRARY = "there is one library for structures"
 _TRANSPORT = "pieces are sent as they are written"
 _OTHER_LAW = "it draws from other probabilities than those of the model and of the settings that are known here"
-_LEAVE = "Leave it out."
 _STRUCTURES = "Use structured_outputs with json, regex, choice, grammar or json_object."
 _HEADER = "Send the header x-request-id."
-
-
-class Refusal(NamedTuple):
-    """What is said of a field that is known elsewhere.
-
-    Attributes:
-        reason: Why it is not taken.
-        remedy: What to do instead.
-        neutral: Values that ask for nothing, which are taken.
-    """
-
-    reason: str
-    remedy: str = _LEAVE
-    neutral: tuple[Any, ...] = ()
 
 
 #: Fields of OpenAI that change no text. Clients send them by habit, and they are passed over with a warning.

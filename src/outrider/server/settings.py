@@ -15,7 +15,7 @@ _SECONDS = "Use a number of seconds above 0."
 
 
 def _limit(help: str, default: Any = ...) -> Flag:
-    return Flag(help, verbs=("serve",), default=default)
+    return Flag(help, ("serve",), default=default)
 
 
 class ServerSettings(Frozen):
