@@ -26,7 +26,7 @@ LAYERS = (
     ("heads",),
     ("propose", "records", "widen"),
     ("engine", "conversations"),
-    ("prompts",),
+    ("prompts", "options"),
     ("building",),
     ("llm",),
     ("async_llm", "patching"),

@@ -13,7 +13,6 @@ from time import perf_counter
 from typing import Any, Self, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
-from outrider.building import CallOptions
 from outrider.config import unknown_setting
 from outrider.conversations import Conversation
 from outrider.engine.sequence import Request
@@ -21,6 +20,7 @@ from outrider.engine.tenants import Tenant, Turns
 from outrider.engine.thread import Mailbox, RequestUpdate
 from outrider.errors import ClosedError
 from outrider.llm import LLM
+from outrider.options import CallOptions, LLMSettings, names_keywords
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.prompts import Prompt
 from outrider.structured.trials import Trials
@@ -46,7 +46,8 @@ class AsyncLLM:
         trials: The processes in which structures are tried.
     """
 
-    def __init__(self, model: Any | None = None, **settings: Any) -> None:
+    @names_keywords(LLMSettings)
+    def __init__(self, model: Any | None = None, **settings: Unpack[LLMSettings]) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **settings)
         self.preparing = PreparingThreads()
         self.trials = self.llm.engine.grammars.trials = Trials()
@@ -72,7 +73,7 @@ class AsyncLLM:
         Args:
             prompt: As in LLM.generate.
             params: As in LLM.generate.
-            options: `speculation`, `namespace`, `trace`, `prediction`, `priority` and `decoder_prompt`; see CallOptions.
+            options: `speculation`, and those of LLM.generate; see CallOptions.
         """
         return await self._whole(AsyncStream(self, prompt, params, options))
 

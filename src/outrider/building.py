@@ -6,11 +6,11 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from stat import S_ISREG
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, Unpack
 from weakref import WeakSet
 
 import torch
@@ -33,12 +33,13 @@ from outrider.model.factory import make_runner
 from outrider.model.memory import Beside, device_name
 from outrider.model.runner import ModelRunner
 from outrider.model.target import Target
+from outrider.options import Speculation
 from outrider.params import SamplingParams
 from outrider.prompts import PromptEncoder
 from outrider.propose.compositions import parts_of
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.draft_model import DraftModel, draft_models
-from outrider.propose.settings import Method, SpeculationConfig
+from outrider.propose.settings import SpeculationConfig
 
 # --- Profiles: recommended settings of speculation for one model on one machine.
 #
@@ -53,27 +54,17 @@ _IDLE_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype",
 
 
 class Identity(BaseModel):
-    """What a profile holds for.
-
-    Attributes:
-        model: Path or hub id, to show; another copy of the same model fits as well.
-        config: A digest of its configuration.
-        dtype: Of its weights.
-        quantization: How they are rounded; None where they are not.
-        processor: The name of the processor, or of the accelerator where the model lies on one.
-        kernels: The instruction set of our kernels; None where stock operators compute.
-        threads: Threads that compute.
-    """
+    """What a profile holds for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str
-    config: str
-    dtype: str
-    quantization: str | None
-    processor: str
-    kernels: str | None
-    threads: int
+    model: str  # path or hub id, to show; another copy of the same model fits as well
+    config: str  # a digest of its configuration
+    dtype: str  # that of its weights
+    quantization: str | None  # how they are rounded; None where they are not
+    processor: str  # the name of the processor, or of the accelerator where the model lies on one
+    kernels: str | None  # the instruction set of our kernels; None where stock operators compute
+    threads: int  # threads that compute
 
     @classmethod
     def of(cls, runner: ModelRunner, config: ModelConfig) -> Identity:
@@ -98,27 +89,17 @@ class Identity(BaseModel):
 
 
 class Profile(BaseModel):
-    """What a tuning recommends, and what it was made for.
-
-    Attributes:
-        format: The form of this file.
-        outrider: The version that made it.
-        identity: What it holds for.
-        speculation: The settings, as SpeculationConfig.of takes them.
-        concurrency: Texts at a time for which they were chosen.
-        gain: The expected speedup over plain decoding.
-        measured: Whether the gain was measured and not predicted.
-    """
+    """What a tuning recommends, and what it was made for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal[1] = 1
-    outrider: str = __version__
-    identity: Identity
-    speculation: dict[str, Any]
-    concurrency: Annotated[int, Field(ge=1)]
-    gain: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-    measured: bool
+    format: Literal[1] = 1  # the form of this file
+    outrider: str = __version__  # the version that made it
+    identity: Identity  # what it holds for
+    speculation: dict[str, Any]  # the settings, as SpeculationConfig.of takes them
+    concurrency: Annotated[int, Field(ge=1)]  # texts at a time for which they were chosen
+    gain: Annotated[float, Field(gt=0.0, allow_inf_nan=False)]  # the expected speedup over plain decoding
+    measured: bool  # whether the gain was measured and not predicted
 
     def check_model(self, path: str, found: Identity) -> None:
         """Raise ProfileMismatchError where the profile was made for another model: its settings say nothing of this one.
@@ -203,33 +184,20 @@ logger = logging.getLogger(__name__)
 
 
 class BuiltEngine(NamedTuple):
-    """An engine, and what is known of its model now that it is loaded.
+    """An engine, and what is known of its model now that it is loaded."""
 
-    Attributes:
-        engine: It has no work yet.
-        prompts: Turns prompts and conversations into token ids.
-        default_params: The parameters of requests that bring none.
-        defaults: Who drafts where a call leaves it open, by the profile if it holds here.
-    """
-
-    engine: Engine
-    prompts: PromptEncoder
-    default_params: SamplingParams
-    defaults: SpeculationDefaults
+    engine: Engine  # it has no work yet
+    prompts: PromptEncoder  # turns prompts and conversations into token ids
+    default_params: SamplingParams  # the parameters of requests that bring none
+    defaults: SpeculationDefaults  # who drafts where a call leaves it open, by the profile if it holds here
 
 
 class RecommendedSettings(NamedTuple):
-    """A profile as it was read.
+    """A profile as it was read."""
 
-    Attributes:
-        path: Its file.
-        profile: For which model and which machine it was made.
-        config: The settings that it recommends.
-    """
-
-    path: str
-    profile: Profile
-    config: SpeculationConfig
+    path: str  # its file
+    profile: Profile  # for which model and which machine it was made
+    config: SpeculationConfig  # the settings that it recommends
 
     @classmethod
     def read(
@@ -244,21 +212,14 @@ class RecommendedSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What an engine is to be built of, checked as far as it can be before a weight is read.
-
-    Attributes:
-        model, cache, scheduling: Their settings.
-        defaults: Who drafts where a call leaves it open.
-        recommended: A profile that may say so instead.
-        embedded: Whether the model is the one that comes with the package.
-    """
+    """What an engine is to be built of, checked as far as it can be before a weight is read."""
 
     model: ModelConfig
     cache: CacheConfig
     scheduling: SchedulerConfig
-    defaults: SpeculationDefaults
-    recommended: RecommendedSettings | None
-    embedded: bool
+    defaults: SpeculationDefaults  # who drafts where a call leaves it open
+    recommended: RecommendedSettings | None  # a profile that may say so instead
+    embedded: bool  # whether the model is the one that comes with the package
 
     def build(self, model: Any, tokenizer: Any | None, draft_model: Any | None, *, consume: bool) -> BuiltEngine:
         """Load everything, in the thread that will run the engine.
@@ -320,7 +281,7 @@ class EnginePlan:
                 "Leave it out, or give a model.",
             )
         check_sources(model=self.model.model)
-        return load_model(self.model, tokenizer, kv_tokens=self.cache.num_tokens)
+        return load_model(self.model, tokenizer, kv_tokens=self.cache.kv_cache_tokens)
 
     def _defaults_for(self, runner: ModelRunner, usual: SpeculationDefaults) -> SpeculationDefaults:
         """As the profile recommends, where there is one and it holds for this model and this machine."""
@@ -411,6 +372,15 @@ def usual_draft_rounding(settings: ModelConfig) -> QuantizationName | None:
         return None
 
 
+class DraftSettings(TypedDict, total=False):
+    """How a draft model is loaded, where it is not as the target, or as all draft models."""
+
+    dtype: str | None
+    quantization: str | None
+    revision: str | None
+    trust_remote_code: bool
+
+
 class DraftLoader:
     """Loads models that draft beside a target, each with KV memory of its own that holds what the target's holds.
 
@@ -439,15 +409,7 @@ class DraftLoader:
         self._runners = WeakSet[ModelRunner]()
         self._usual_roundings: dict[str, QuantizationName | None] = {}
 
-    def __call__(
-        self,
-        model: str,
-        *,
-        dtype: str | None = None,
-        quantization: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> ModelRunner:
+    def __call__(self, model: str, **how: Unpack[DraftSettings]) -> ModelRunner:
         """Load a folder or hub id, or copy a model that was given. Where `dtype` is None it is the target's, and where
         `quantization` is None it is that of all draft models, or what is usual. Trust is given to each checkpoint alone.
 
@@ -457,13 +419,13 @@ class DraftLoader:
         """
         if model not in self._given:
             check_sources(draft_model=model)
-        settings = self._settings_of(model, dtype, quantization, revision, trust_remote_code=trust_remote_code)
+        settings = self._settings_of(model, how)
         if self._settings.activations == "none":
             settings = settings.replace(activations="none")
         elif self._target.rounds_rows and self._is_rounded(settings):
             settings = settings.replace(activations="int8")
         loaded = self._load(settings)
-        cache = self._cache.replace(num_tokens=self._capacity)
+        cache = self._cache.replace(kv_cache_tokens=self._capacity)
         beside = Beside(keys=sum(runner.unmade_bytes for runner in self._runners))
         runner = make_runner(loaded, "auto", cache, self._scheduling, beside=beside)
         self._runners.add(runner)
@@ -474,17 +436,9 @@ class DraftLoader:
         self._runners.add(target)
         self._capacity = target.blocks.num_blocks * target.blocks.block_size
 
-    def needs(
-        self,
-        model: str,
-        *,
-        dtype: str | None = None,
-        quantization: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-    ) -> Needs | None:
+    def needs(self, model: str, **how: Unpack[DraftSettings]) -> Needs | None:
         """What a draft model will take of memory; None where that is not known before it is loaded."""
-        settings = self._settings_of(model, dtype, quantization, revision, trust_remote_code=trust_remote_code)
+        settings = self._settings_of(model, how)
         given = self._given.get(model)
         if given is not None:
             return needs(settings, given.config, sum(w.numel() for w in given.parameters()) * self._target.dtype.itemsize)
@@ -493,22 +447,18 @@ class DraftLoader:
         except (InputError, ModelError):  # which loading will raise, with the place of the setting
             return None
 
-    def _settings_of(
-        self, model: str, dtype: str | None, quantization: str | None, revision: str | None, *, trust_remote_code: bool
-    ) -> ModelConfig:
+    def _settings_of(self, model: str, how: DraftSettings) -> ModelConfig:
+        """The settings of a draft model. Its bits may differ from batch to batch: drafts are guesses."""
         target = self._target
-        rounding = quantization or self._settings.draft_quantization
-        settings = self._settings.replace(
+        rounding: Any = how.get("quantization") or self._settings.draft_quantization
+        dtype: Any = how.get("dtype") or str(target.dtype).removeprefix("torch.")
+        settings = ModelConfig(
             model=model,
-            dtype=dtype or str(target.dtype).removeprefix("torch."),
+            dtype=dtype,
             device=str(target.device),
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            attention_backend="auto",
-            max_model_len=None,
             quantization=None if rounding == "none" else rounding,
-            activations=None,
-            batch_invariant=False,  # drafts may differ in their bits: they are guesses
+            revision=how.get("revision"),
+            trust_remote_code=how.get("trust_remote_code", False),
         )
         if rounding is None and model not in self._given:
             if model not in self._usual_roundings:
@@ -525,41 +475,3 @@ class DraftLoader:
     def _load(self, settings: ModelConfig) -> LoadedModel:
         given = self._given.get(settings.model)
         return load_model(settings) if given is None else adopt_model(given, settings)
-
-
-# --- Options of a call beside its prompt and sampling parameters.
-
-
-#: Any form that SpeculationConfig.of takes.
-Speculation = SpeculationConfig | Method | Mapping[str, Any] | str
-
-
-class TextOptions(TypedDict, total=False):
-    """What a call may ask for beside a prompt, parameters and speculation.
-
-    Attributes:
-        namespace: Whose prompt it is: caches are shared within a namespace and never beyond it, and namespaces take turns.
-        trace: Whether outputs tell of every round.
-        prediction: A text, or token ids, that the caller expects the output to have, for the method `prediction`.
-        priority: Among the requests of one namespace that wait, lower numbers go first. The usual number is 0.
-        decoder_prompt: A text that the decoder goes on from, or token ids from its start token on, where an encoder reads
-            the prompt.
-        shown_tokens: Ids of special tokens that stand in the text, as others do not.
-    """
-
-    namespace: str | None
-    trace: bool
-    prediction: str | Sequence[int] | None
-    priority: int
-    decoder_prompt: str | Sequence[int] | None
-    shown_tokens: Collection[int]
-
-
-class CallOptions(TextOptions, total=False):
-    """What a call may ask for beside a prompt and parameters.
-
-    Attributes:
-        speculation: Who drafts, in place of the LLM's own; "none" decodes plainly.
-    """
-
-    speculation: Speculation | None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,21 +15,25 @@ from outrider.errors import ContradictionError, InputError, InvalidParameterErro
 # --- Frozen, validated value types whose errors name the field, the value and the remedy.
 
 
+class Refusal(NamedTuple):
+    """What is said of a name that is known elsewhere."""
+
+    reason: str  # why it is not taken
+    remedy: str = "Leave it out."
+    neutral: tuple[Any, ...] = ()  # values that ask for nothing, which requests to the server may have
+
+
 class Frozen(BaseModel):
     """An immutable record; unknown names and values out of range raise an InputError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
-    #: Names other engines accept that are refused here, each with the reason.
-    refused: ClassVar[dict[str, str]] = {}
-    #: What to use instead of a refused name, where there is something.
-    remedies: ClassVar[dict[str, str]] = {}
+    #: Names other engines accept that are refused here.
+    refused: ClassVar[dict[str, Refusal]] = {}
 
     def __init__(self, **values: Any) -> None:
         for name in sorted(values.keys() & self.refused.keys()):
-            raise UnsupportedParameterError(
-                name, values[name], self.refused[name], self.remedies.get(name, "Leave it out.")
-            )
+            raise UnsupportedParameterError(name, values[name], self.refused[name].reason, self.refused[name].remedy)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -69,6 +73,55 @@ def _first_problem(kind: type[Frozen], error: ValidationError) -> InputError:
     return InvalidParameterError(field, detail["input"], problem, remedy)
 
 
+# --- What a field declares beside its type and its range, in `Annotated`: from this follow the options of the command, the
+# --- fields of requests, and what is understood of the files and the words of other engines.
+
+
+T = TypeVar("T")
+#: The verbs that write texts, whose options most settings are.
+WRITING = ("generate", "chat", "serve")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of the command that sets the field. A field may have another one for other verbs."""
+
+    help: str
+    verbs: tuple[str, ...] = WRITING
+    names: tuple[str, ...] = ()  # as ("--temperature", "-t"), where it has more than its own
+    default: Any = ...  # where the command leaves it open otherwise than the field does
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A field of requests to the server that has the same name and meaning."""
+
+    kind: Any  # its type in JSON
+    description: str | None = None  # in words of JSON, where the field's own are those of Python
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The names of the field elsewhere."""
+
+    transformers: str | None = None  # in generation_config.json, and as a keyword
+    gguf: str | None = None  # behind general.sampling. in a file
+    llama_cpp: str | None = None  # in requests to its server
+    vllm: str | None = None  # as a keyword
+
+
+def declared(kind: type[BaseModel], what: type[T]) -> Iterator[tuple[str, T]]:
+    """All declarations of one type that the fields of a model have, each with the name of its field."""
+    return (
+        (name, found) for name, field in kind.model_fields.items() for found in field.metadata if isinstance(found, what)
+    )
+
+
+def part_of(kind: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that are fields of a model."""
+    return {name: given[name] for name in given if name in kind.model_fields}
+
+
 # --- Frozen, composed configurations, validated once.
 
 
@@ -98,6 +151,11 @@ QUANTIZATIONS: tuple[str, ...] = get_args(QuantizationName)
 ROUNDED_ROWS = "+a8"
 
 
+def _named(value: object) -> object:
+    """The name of one of PyTorch's dtypes or devices; anything else as it is."""
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+
+
 def _no_quantization(value: object) -> object:
     if value in QUANTIZATIONS:
         raise InvalidParameterError(
@@ -109,50 +167,48 @@ def _no_quantization(value: object) -> object:
     return value
 
 
+#: Verbs that measure a model, which take of its settings what changes the numbers.
+_MEASURING = ("doctor", "tune")
+_EVERYWHERE = (*WRITING, *_MEASURING, "data")
+_SERVING = ("serve",)
+
+
 class ModelConfig(Frozen):
-    """Which checkpoint to load and how.
+    """Which checkpoint to load and how. `LLMSettings` says what each field means."""
 
-    Attributes:
-        model: Local folder or hub id, as transformers takes it; for a model that is loaded already, what to call it.
-        dtype: Weights and activations; "auto" takes the checkpoint's own.
-        device: A torch device; None takes the CPU, also where there is a GPU.
-        revision: Hub revision.
-        trust_remote_code: Whether transformers may run code that the checkpoint brings.
-        attention_backend: "fused" (our kernels: Llama-like decoders on CPUs), "paged" (most models), "gather" (portable)
-            or "auto", which probes at load.
-        max_model_len: Longest sequence, prompt and output together; None takes the checkpoint's context.
-        quantization: How the linear layers' weights are rounded at load, or None. In a GGUF file, "int4-g32"
-            makes Q4_0 of matrices in blocks of Q5_0 and Q8_0. "int8" has a scale for each output, and "int8-g32",
-            "int8-g64" and "int8-g128" have one for each group of inputs. "int4-g32", "int4-g64" and
-            "int4-g128" ("int4" for short) take half as much, and with "-asym" each group has a zero point, too. The model
-            that is decoded losslessly is then the rounded one.
-        activations: "int8" rounds what enters a product with rounded weights to whole numbers of 8 bits, too, row by row
-            and group by group: with weights that are rounded at load, and with those that a file brings quantised. The
-            model that is decoded losslessly is then the one that rounds both. Draft models whose weights are rounded do
-            the same. "none" rounds no rows. None is "int8" for a GGUF file with blocks where our kernels compute it on a
-            CPU, as llama.cpp does, and "none" for all else.
-        draft_quantization: How the weights of its draft models are rounded, unless their own settings say it. "none" rounds
-            none. None is "int8" for a draft model of 16 bits in a folder and "int4-g32" for one in a file, where our
-            kernels compute it on a CPU and it is not small. A rounded draft may be refused a little more often, but no text
-            changes its distribution.
-        batch_invariant: Whether a token's bits must not depend on batch, chunk or draft.
-    """
-
-    model: str = Field(min_length=1, description="Use a local folder or a hub id.")
-    dtype: Annotated[DTypeName, BeforeValidator(_no_quantization)] = Field(
-        "auto", description="Use auto, float64, float32, bfloat16 or float16."
-    )
-    device: str | None = None
+    model: str = Field(min_length=1, description="Use a local folder or a hub id.")  # of a loaded one, what to call it
+    dtype: Annotated[
+        DTypeName,
+        BeforeValidator(_no_quantization),
+        BeforeValidator(_named),
+        Flag("auto, bfloat16, float16, float32 or float64.", _EVERYWHERE),
+        Elsewhere(transformers="torch_dtype"),
+    ] = Field("auto", description="Use auto, float64, float32, bfloat16 or float16.")
+    device: Annotated[str | None, BeforeValidator(_named), Flag("cpu, cuda, cuda:1, ...", _EVERYWHERE)] = None
     revision: str | None = None
     trust_remote_code: bool = False
-    attention_backend: AttentionName = Field("auto", description="Use auto, fused, paged or gather.")
-    max_model_len: int | None = Field(None, ge=2, description="Use 2 tokens or more, or None.")
-    quantization: QuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
-    activations: ActivationsName | None = Field(None, description="Use int8, none or None.")
-    draft_quantization: DraftQuantizationName | None = Field(
-        None, description=f"Use {', '.join(QUANTIZATIONS)}, none or None."
+    attention_backend: Annotated[AttentionName, Flag("auto, fused, paged or gather.")] = Field(
+        "auto", description="Use auto, fused, paged or gather."
     )
-    batch_invariant: bool = False
+    quantization: Annotated[
+        QuantizationName | None, Flag("Round weights: int8, int8-g128, int4, int4-g32-asym, ...", (*WRITING, *_MEASURING))
+    ] = Field(None, description=f"Use {', '.join(QUANTIZATIONS)} or None.")
+    activations: Annotated[
+        ActivationsName | None,
+        Flag(
+            "int8 rounds what enters products with rounded weights, none does not. For GGUF files int8 is usual.",
+            _EVERYWHERE,
+        ),
+    ] = Field(None, description="Use int8, none or None.")
+    draft_quantization: Annotated[
+        DraftQuantizationName | None, Flag("The same for draft models: int8 or 4 bits are usual, none rounds nothing.")
+    ] = Field(None, description=f"Use {', '.join(QUANTIZATIONS)}, none or None.")
+    batch_invariant: Annotated[bool, Flag("Same seed, same bits, in any batch with any method.", ("generate", "serve"))] = (
+        False
+    )
+    max_model_len: Annotated[int | None, Flag("Longest text, prompt and output together.", _SERVING)] = Field(
+        None, ge=2, description="Use 2 tokens or more, or None."
+    )
 
     @property
     def asks_for_rounded_rows(self) -> bool:
@@ -177,31 +233,32 @@ class ModelConfig(Frozen):
 
 
 class CacheConfig(Frozen):
-    """How much key-value memory there is and how it is cut.
-
-    Attributes:
-        block_size: Tokens a block.
-        num_tokens: Capacity in tokens, rounded down to blocks; None sizes it from free memory and the scheduler's limits.
-        prefix_caching: Whether finished blocks are kept for later requests that start with the same tokens.
-        state_cache_mib: Memory for running states beside these blocks, in MiB; None for a share of free memory.
-    """
+    """How much key-value memory there is and how it is cut."""
 
     block_size: int = Field(16, ge=1, le=1024, description="Use 1 to 1024 tokens.")
-    num_tokens: int | None = Field(None, ge=1, description="Use 1 token or more, or None.")
-    prefix_caching: bool = True
-    state_cache_mib: int | None = Field(None, ge=0, description="Use 0 MiB or more, or None.")
+    kv_cache_tokens: Annotated[int | None, Flag("KV memory; sized from free memory unless given.", _SERVING)] = Field(
+        None, ge=1, description="Use 1 token or more, or None."
+    )  # rounded down to blocks
+    prefix_caching: Annotated[
+        bool,
+        Flag("Read every prompt anew. Otherwise prompts of a tenant share the KV of equal beginnings.", _SERVING),
+        Elsewhere(vllm="enable_prefix_caching"),
+    ] = True
+    state_cache_mib: Annotated[
+        int | None,
+        Flag("MiB for running states that equal beginnings share; a sixteenth of free memory unless given.", _SERVING),
+    ] = Field(None, ge=0, description="Use 0 MiB or more, or None.")
 
 
 class SchedulerConfig(Frozen):
-    """How much work one step may hold.
+    """How much work one step may hold."""
 
-    Attributes:
-        max_num_seqs: Sequences that run at a time.
-        max_num_batched_tokens: Rows in one target pass: prefill chunks, last tokens and draft tokens together.
-    """
-
-    max_num_seqs: int = Field(32, ge=1, description="Use 1 or more.")
-    max_num_batched_tokens: int = Field(1024, ge=1, description="Use 1 or more.")
+    max_num_seqs: Annotated[
+        int, Flag("Prompts that run at a time.", ("generate",)), Flag("Texts that are written at a time.", _SERVING)
+    ] = Field(32, ge=1, description="Use 1 or more.")
+    max_num_batched_tokens: Annotated[int, Flag("Rows of a pass.", _SERVING)] = Field(
+        1024, ge=1, description="Use 1 or more."
+    )
 
     @model_validator(mode="after")
     def _every_sequence_gets_a_row(self) -> SchedulerConfig:
@@ -220,25 +277,14 @@ class SchedulerConfig(Frozen):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Declared once, and handed from the caller to the engine as it is.
-
-    Attributes:
-        namespace: Whose request it is. Caches are shared within a namespace and never beyond it; namespaces take turns.
-        prediction: Token ids that the caller expects the output to have, for the method `prediction`.
-        priority: Among the requests of one namespace that wait, lower numbers go first.
-        trace: Whether outputs tell of every round.
-        streaming: Whether pieces of the text are kept for a stream.
-        decoder_prompt: Token ids that the decoder begins with, where an encoder reads the prompt, from its start token on;
-            empty for those that the model always begins with.
-        shown_tokens: Special tokens that stand in the text, as others do not.
-    """
+    """What the keywords of a call come to; `options.TextOptions` says what they mean."""
 
     namespace: str | None = None
-    prediction: tuple[int, ...] = ()
+    prediction: tuple[int, ...] = ()  # token ids
     priority: int = 0
     trace: bool = False
-    streaming: bool = False
-    decoder_prompt: tuple[int, ...] = ()
+    streaming: bool = False  # whether pieces of the text are kept for a stream
+    decoder_prompt: tuple[int, ...] = ()  # from the decoder's start token on; empty for what the model always begins with
     shown_tokens: frozenset[int] = frozenset()
 
 

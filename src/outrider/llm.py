@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from os import PathLike
 from types import TracebackType
-from typing import Any, Never, Self, TypeVar, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import torch
 
-from outrider.building import (
-    CallOptions,
-    EnginePlan,
-    Identity,
-    RecommendedSettings,
-    Speculation,
-    TextOptions,
-    draft_name,
-    model_name,
-)
+from outrider.building import EnginePlan, Identity, RecommendedSettings, draft_name, model_name
 from outrider.config import (
-    ActivationsName,
-    AttentionName,
     CacheConfig,
-    DraftQuantizationName,
-    DTypeName,
     ModelConfig,
-    QuantizationName,
     RequestOptions,
     SchedulerConfig,
     default_model,
+    part_of,
     shown_name,
 )
 from outrider.conversations import Conversation, split_conversations
@@ -45,16 +31,19 @@ from outrider.engine.thread import EngineThread, Health, Inbox, Mailbox, stream_
 from outrider.errors import ClosedError, InputError, InvalidParameterError, InvalidPromptError, OutriderError
 from outrider.loading.exclusive import collection_paused
 from outrider.loading.sources import check_sources
-from outrider.params import RequestOutput, SamplingParams, StreamPiece
-from outrider.prompts import (
-    Prompt,
+from outrider.options import (
+    CallOptions,
+    LLMSettings,
+    Speculation,
+    TextOptions,
     check_namespace,
-    dtype_name,
+    names_keywords,
     refuse_keywords,
     refuse_settings,
-    split_prompts,
     spread,
 )
+from outrider.params import RequestOutput, SamplingParams, StreamPiece
+from outrider.prompts import Prompt, split_prompts
 from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.settings import SpeculationConfig
 
@@ -71,43 +60,7 @@ class LLM:
     Args:
         model: Local folder or hub id; or a causal language model of transformers, which is copied, weights and all, and
             stays as it is. None takes the embedded default pair.
-        tokenizer: A tokenizer of transformers, a local folder or a hub id, in place of the one beside the model; code that
-            it brings is not run. A model that is given loaded has none unless it is given too.
-        consume: Take the weights of a model that is given loaded without a copy. It is changed in place, and is of no use
-            for anything else from then on.
-        speculation: Who drafts, unless a call says otherwise: a SpeculationConfig, a flat mapping of the same settings, a
-            method or its name. None is "auto": the engine chooses in every step among `suffix`, the draft model, or
-            `token_recycling` where there is none, and plain decoding, by what each costs and brings. "none" decodes
-            plainly.
-        draft_model: A draft model for that choice, or for speculation="draft_model": local folder or hub id; or a causal
-            language model of transformers with the target's tokens, which is copied and stays as it is. The embedded pair
-            brings its own.
-        profile: A file that `outrider tune` wrote, in place of both: its settings are used. Where it was made for another
-            dtype or another machine, a warning says so and it is ignored.
-        dtype: "auto" (the checkpoint's), "float64", "float32", "bfloat16" or "float16", or PyTorch's own name for one.
-        device: A torch device; None takes the CPU, also where there is a GPU.
-        revision: Hub revision.
-        trust_remote_code: Whether transformers may run code that this checkpoint brings; a draft model's is not run.
-        attention_backend: "auto" probes; "fused" is fastest, "paged" fast, "gather" portable.
-        max_model_len: Longest sequence; None takes the checkpoint's context.
-        max_num_seqs: Sequences that run at a time.
-        max_num_batched_tokens: Rows in one target pass.
-        block_size: Tokens a KV block.
-        kv_cache_tokens: KV capacity in tokens; None sizes it from free memory.
-        prefix_caching: Whether prompts that begin alike share KV.
-        state_cache_mib: Memory, in MiB, for running states that prompts which begin alike share; only models with such
-            states use it. None takes a sixteenth of free memory.
-        quantization: Rounds linear layers' weights at load: "int8" (a scale for each output), "int8-g128" (for each group
-            of 128 inputs; also 64, 32), "int4" (the same as "int4-g128"; also "int4-g64", "int4-g32"), or with a zero
-            point for each group "int4-g128-asym" (also 64, 32). What is lossless is then relative to the rounded model.
-        activations: "int8" rounds what enters products with rounded weights, too, those of a file among them: faster, and
-            not as near to the original. "none" does not. None does so for GGUF files with blocks, as llama.cpp does, where
-            our kernels compute them on a CPU.
-        draft_quantization: What quantization is, for draft models, whose own settings may say otherwise. None rounds them
-            where that makes them faster: those of 16 bits in folders to "int8", those in files to blocks of 4 bits. "none"
-            rounds none.
-        batch_invariant: Same seed, same bits: with any proposer or none, in any batch, in any chunks. Free where
-            our kernels run the model; elsewhere every row is computed alone, which is slow. On a GPU it is refused.
+        settings: Who drafts, and how the model is loaded and computed; see `LLMSettings`.
 
     Raises:
         InputError: A setting is unknown, out of range or contradicts another.
@@ -115,57 +68,20 @@ class LLM:
         ForkedProcessError: This process was forked from one that had loaded a model.
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str] | torch.nn.Module | None = None,
-        *,
-        tokenizer: Any | None = None,
-        consume: bool = False,
-        speculation: Speculation | None = None,
-        draft_model: str | PathLike[str] | torch.nn.Module | None = None,
-        profile: str | PathLike[str] | None = None,
-        dtype: DTypeName | torch.dtype = "auto",
-        device: str | torch.device | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        attention_backend: AttentionName = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 1024,
-        block_size: int = 16,
-        kv_cache_tokens: int | None = None,
-        prefix_caching: bool = True,
-        state_cache_mib: int | None = None,
-        quantization: QuantizationName | None = None,
-        activations: ActivationsName | None = None,
-        draft_quantization: DraftQuantizationName | None = None,
-        batch_invariant: bool = False,
-        **unknown: Never,
-    ) -> None:
-        refuse_settings(unknown, signature(LLM).parameters.keys() - {"unknown"})
-        draft = draft_name(draft_model)
-        config = ModelConfig(
-            model=model_name(model),
-            dtype=dtype_name(dtype),
-            device=None if device is None else str(device),
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            attention_backend=attention_backend,
-            max_model_len=max_model_len,
-            quantization=quantization,
-            activations=activations,
-            draft_quantization=draft_quantization,
-            batch_invariant=batch_invariant,
+    @names_keywords(LLMSettings)
+    def __init__(self, model: str | PathLike[str] | torch.nn.Module | None = None, **settings: Unpack[LLMSettings]) -> None:
+        refuse_settings(settings)
+        speculation, draft_model, profile = (
+            settings.get("speculation"),
+            settings.get("draft_model"),
+            settings.get("profile"),
         )
+        draft = draft_name(draft_model)
+        given = {"model": model_name(model), **settings}
         self._plan = EnginePlan(
-            config,
-            CacheConfig(
-                block_size=block_size,
-                num_tokens=kv_cache_tokens,
-                prefix_caching=prefix_caching,
-                state_cache_mib=state_cache_mib,
-            ),
-            SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+            ModelConfig(**part_of(ModelConfig, given)),
+            CacheConfig(**part_of(CacheConfig, given)),
+            SchedulerConfig(**part_of(SchedulerConfig, given)),
             SpeculationDefaults.of(speculation, draft, default_model("draft") if model is None else None),
             None if profile is None else RecommendedSettings.read(profile, speculation, draft),
             embedded=model is None,
@@ -174,7 +90,8 @@ class LLM:
             for field, source in self._plan.defaults.sources:
                 check_sources(**{field: source})
         self._thread = EngineThread()
-        self._thread.load(partial(self._build, model, tokenizer, draft_model, consume=consume))
+        build = partial(self._build, model, settings.get("tokenizer"), draft_model)
+        self._thread.load(partial(build, consume=settings.get("consume", False)))
 
     def _build(self, model: Any, tokenizer: Any | None, draft_model: Any | None, *, consume: bool) -> Engine:
         with collection_paused():
@@ -264,18 +181,15 @@ class LLM:
         """Totals over all requests since the start, or since `stats.reset()`."""
         return self.engine.stats
 
+    @names_keywords(TextOptions)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         speculation: Speculation | Sequence[Speculation | None] | None = None,
-        namespace: str | None = None,
-        trace: bool = False,
-        prediction: str | Sequence[int] | None = None,
         on_finished: Callable[[RequestOutput], None] | None = None,
-        decoder_prompt: str | Sequence[int] | None = None,
-        **unknown: Never,
+        **options: Unpack[TextOptions],
     ) -> list[RequestOutput]:
         """Complete prompts in continuous batches.
 
@@ -286,13 +200,9 @@ class LLM:
                 generation_config.json, or a GGUF file, says of temperature, top_k, top_p, min_p, repetition_penalty and
                 max_new_tokens, and the defaults of SamplingParams for the others; do_sample decides nothing, as in vLLM.
             speculation: Overrides the LLM's, for all prompts or one each; "none" decodes plainly.
-            namespace: Whose prompts these are: caches are shared within a namespace and never beyond it.
-            trace: Whether outputs tell of every round: draft tree, probabilities, coins, verdict, times (`rounds`).
-            prediction: A text, or token ids, that the caller expects each output to have. The method `prediction` drafts
-                from it; it changes no text.
             on_finished: Called with each output as it is done, for progress displays.
-            decoder_prompt: For models whose encoder reads the prompts: what each text begins with and goes on from, which
-                is no part of the output. A text, or token ids from the decoder's start token on.
+            options: For all of them `namespace`, `trace`, `prediction`, `priority`, `decoder_prompt` or `shown_tokens`; see
+                TextOptions.
 
         Returns:
             Outputs in the order of the prompts. In a list, a prompt that cannot be served has `error` set and the
@@ -303,30 +213,22 @@ class LLM:
                 number, cannot be used. Then nothing was written.
             ClosedError: The LLM is closed.
         """
-        refuse_keywords(self.generate, unknown)
+        refuse_keywords(self.generate, options)
         items, single = split_prompts(prompts)
-        options = self._options(namespace=namespace, trace=trace, prediction=prediction, decoder_prompt=decoder_prompt)
-        return self._complete(items, single, self.prompts.encode, params, speculation, options, on_finished)
+        return self._complete(items, single, self.prompts.encode, params, speculation, self._options(options), on_finished)
 
+    @names_keywords(CallOptions)
     def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        speculation: Speculation | None = None,
-        namespace: str | None = None,
-        trace: bool = False,
-        **unknown: Never,
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> Iterator[StreamPiece]:
-        """Complete one prompt and yield what each step adds. Closing the iterator cancels the request. With `trace` the
-        finished completion tells of every round.
+        """Complete one prompt and yield what each step adds. Closing the iterator cancels the request. Options are those of
+        `generate`, and `speculation`.
 
         Raises:
             OutriderError: The prompt cannot be served, or the request failed on the way.
             ClosedError: The LLM is closed.
         """
-        refuse_keywords(self.stream, unknown)
-        options: CallOptions = {"speculation": speculation, "namespace": namespace, "trace": trace}
+        refuse_keywords(self.stream, options)
         request = self.prepare(prompt, params, streaming=True, **options)
         inbox = Inbox()
         refusals = self.admit([request], inbox).result()
@@ -334,6 +236,7 @@ class LLM:
             raise cast(OutriderError, refusals.pop())  # taken out: it points at this frame
         return stream_pieces(self._thread, request, inbox)
 
+    @names_keywords(TextOptions)
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -341,10 +244,8 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         speculation: Speculation | Sequence[Speculation | None] | None = None,
-        namespace: str | None = None,
-        trace: bool = False,
         on_finished: Callable[[RequestOutput], None] | None = None,
-        **unknown: Never,
+        **options: Unpack[TextOptions],
     ) -> list[RequestOutput]:
         """Complete a conversation, or each of a list of conversations, through the tokenizer's own chat template.
 
@@ -354,9 +255,8 @@ class LLM:
             tools: Functions that the model may call, in OpenAI's form, for a template that knows tools. The output is the
                 text with the calls in it.
             speculation: As in generate.
-            namespace: As in generate.
-            trace: As in generate.
             on_finished: As in generate.
+            options: As in generate.
 
         Returns:
             One output for each conversation. In a list, a conversation that cannot be served has `error` set and the
@@ -367,7 +267,7 @@ class LLM:
             InvalidPromptError: The template refuses the messages, or they are none.
             OutriderError: As in generate.
         """
-        refuse_keywords(self.chat, unknown)
+        refuse_keywords(self.chat, options)
         self._thread.check()
         self.prompts.check_template()
         items, single = split_conversations(messages)
@@ -377,7 +277,7 @@ class LLM:
             partial(self.prompts.encode_conversation, tools=tools),
             params,
             speculation,
-            self._options(namespace=namespace, trace=trace),
+            self._options(options),
             on_finished,
         )
 
@@ -400,8 +300,7 @@ class LLM:
         *,
         messages: Conversation | None = None,
         streaming: bool = False,
-        speculation: Speculation | None = None,
-        **options: Unpack[TextOptions],
+        **options: Unpack[CallOptions],
     ) -> Request:
         """Encode and check one prompt, or one conversation, and compile its structure, in the thread that calls this.
 
@@ -410,15 +309,14 @@ class LLM:
             params: As in generate.
             messages: A conversation, in place of the prompt.
             streaming: Whether its updates bring pieces.
-            speculation: As in generate.
-            options: See TextOptions.
+            options: See CallOptions.
 
         Raises:
             OutriderError: As generate and chat do, but for what `admit` finds.
         """
         self._thread.check()
         encoded = self.prompts.encode(prompt) if messages is None else self.prompts.encode_conversation(messages)
-        return self._prepare(*encoded, params, speculation, self._options(streaming=streaming, **options))
+        return self._prepare(*encoded, params, options.get("speculation"), self._options(options, streaming=streaming))
 
     def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
         """Queue prepared requests; see EngineThread.admit."""
@@ -493,23 +391,21 @@ class LLM:
         config = self.speculation if speculation is None else self.resolve(speculation)
         return self._thread.prepare(token_ids, params, config, prompt=text, options=options)
 
-    def _options(
-        self,
-        *,
-        namespace: str | None = None,
-        trace: bool = False,
-        prediction: str | Sequence[int] | None = None,
-        priority: int = 0,
-        streaming: bool = False,
-        decoder_prompt: str | Sequence[int] | None = None,
-        shown_tokens: Collection[int] = (),
-    ) -> RequestOptions:
+    def _options(self, given: TextOptions | CallOptions, *, streaming: bool = False) -> RequestOptions:
+        namespace, priority = given.get("namespace"), given.get("priority", 0)
         check_namespace(namespace)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise InvalidParameterError("priority", priority, "no whole number", "Use 0, or less to go first.")
-        predicted = self.prompts.encode_prediction(prediction)
-        begun = self.prompts.encode_decoder_prompt(decoder_prompt, self._thread.engine.runner.loaded.text_start or ())
-        return RequestOptions(namespace, predicted, priority, trace, streaming, begun, frozenset(shown_tokens))
+        text_start = self._thread.engine.runner.loaded.text_start or ()
+        return RequestOptions(
+            namespace,
+            self.prompts.encode_prediction(given.get("prediction")),
+            priority,
+            given.get("trace", False),
+            streaming,
+            self.prompts.encode_decoder_prompt(given.get("decoder_prompt"), text_start),
+            frozenset(given.get("shown_tokens", ())),
+        )
 
     def resolve(self, speculation: Speculation) -> SpeculationConfig:
         """The settings with what the caller left to us: the LLM's own draft model, or the embedded one."""

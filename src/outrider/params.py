@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from outrider.config import Frozen
+from outrider.config import Asked, Elsewhere, Flag, Frozen, Refusal
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError
 from outrider.results import RequestStats, RoundTrace
 
@@ -21,8 +21,18 @@ LogprobsMode = Literal["raw", "processed"]
 #: Must be a pure function of the two; called once for every row of a draft, each with the tokens of its own path.
 LogitsProcessor = Callable[[Any, Any], Any]
 
-_A_SEARCH = "it searches over whole texts instead of drawing from the model's probabilities"
-_BY_PROCESSOR = "there is no setting of that name; transformers' own processor for it runs exactly along every draft path"
+#: The verbs to which a user says how texts are drawn.
+_TALKING = ("generate", "chat")
+_GENERATE = ("generate",)
+_SEARCHES = ("best_of", "use_beam_search", "num_beams", "length_penalty", "early_stopping")
+_OTHERWISE = "there is no setting of that name; transformers' own processor for it runs exactly along every draft path"
+#: Parameters of transformers, and its processors for them.
+_PROCESSORS = {
+    "no_repeat_ngram_size": "NoRepeatNGramLogitsProcessor(n)",
+    "typical_p": "TypicalLogitsWarper(mass)",
+    "epsilon_cutoff": "EpsilonLogitsWarper(epsilon)",
+    "eta_cutoff": "EtaLogitsWarper(epsilon)",
+}
 
 
 def _as_tuple(value: object) -> object:
@@ -75,14 +85,21 @@ class StructuredOutputs(Frozen):
         InvalidParameterError: There is no choice.
     """
 
-    json_schema: dict[str, Any] | str | None = None
+    json_schema: Annotated[
+        dict[str, Any] | str | None, Flag("The output follows this JSON schema: a file, or the schema itself.", _GENERATE)
+    ] = None
     json_object: bool = False
-    regex: str | None = Field(None, min_length=1, description="Use a regular expression.")
-    choice: Strings = Field((), description="Use a list of non-empty strings.")
-    grammar: str | None = Field(None, min_length=1, description="Use Lark or GBNF.")
+    regex: Annotated[str | None, Flag("The output matches this regular expression.", _GENERATE)] = Field(
+        default=None, min_length=1, description="Use a regular expression."
+    )
+    choice: Strings = Field(default=(), description="Use a list of non-empty strings.")
+    grammar: Annotated[
+        str | None, Flag("The output follows this grammar (Lark or GBNF): a file, or itself.", _GENERATE)
+    ] = Field(default=None, min_length=1, description="Use Lark or GBNF.")
 
-    refused: ClassVar[dict[str, str]] = {"json": "its name here is json_schema"}
-    remedies: ClassVar[dict[str, str]] = {"json": "Use StructuredOutputs(json_schema=...)."}
+    refused: ClassVar[dict[str, Refusal]] = {
+        "json": Refusal("its name here is json_schema", "Use StructuredOutputs(json_schema=...).")
+    }
 
     @model_validator(mode="after")
     def _exactly_one(self) -> StructuredOutputs:
@@ -113,58 +130,91 @@ class SamplingParams(Frozen):
         ContradictionError: min_tokens exceeds max_tokens; ignore_eos with structured_outputs.
     """
 
-    refused: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(["best_of", "use_beam_search", "num_beams", "length_penalty", "early_stopping"], _A_SEARCH),
+    refused: ClassVar[dict[str, Refusal]] = {
         **dict.fromkeys(
-            ["no_repeat_ngram_size", "typical_p", "epsilon_cutoff", "eta_cutoff", "encoder_repetition_penalty"],
-            _BY_PROCESSOR,
+            _SEARCHES, Refusal("it searches over whole texts instead of drawing from the model's probabilities")
         ),
-        **dict.fromkeys(["guided_decoding", "response_format"], "its name here is structured_outputs"),
-    }
-    remedies: ClassVar[dict[str, str]] = {
-        "no_repeat_ngram_size": "Use logits_processors=[transformers.NoRepeatNGramLogitsProcessor(n)].",
-        "typical_p": "Use logits_processors=[transformers.TypicalLogitsWarper(mass)].",
-        "epsilon_cutoff": "Use logits_processors=[transformers.EpsilonLogitsWarper(epsilon)].",
-        "eta_cutoff": "Use logits_processors=[transformers.EtaLogitsWarper(epsilon)].",
-        "guided_decoding": "Use structured_outputs=StructuredOutputs(...).",
-        "response_format": "Use structured_outputs=StructuredOutputs(...).",
+        **{
+            name: Refusal(_OTHERWISE, f"Use logits_processors=[transformers.{each}].") for name, each in _PROCESSORS.items()
+        },
+        "encoder_repetition_penalty": Refusal(_OTHERWISE),
+        **dict.fromkeys(
+            ("guided_decoding", "response_format"),
+            Refusal("its name here is structured_outputs", "Use structured_outputs=StructuredOutputs(...)."),
+        ),
     }
 
-    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="Use 0 (greedy) to 100.")
-    top_k: int = Field(0, ge=-1, lt=2**31, description="Use 1 to 2147483647; 0 or -1 keeps every token.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Use a value above 0 and up to 1.")
-    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Use a value from 0 to 1.")
-    repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100.0, description="Use 0.01 to 100; above 1 discourages tokens of prompt and output."
+    max_tokens: Annotated[
+        int, Flag("Most tokens to write.", _TALKING), Elsewhere("max_new_tokens", llama_cpp="n_predict")
+    ] = Field(default=128, ge=1, description="Use 1 or more.")
+    temperature: Annotated[
+        float, Flag("0 is greedy.", _TALKING, ("--temperature", "-t")), Asked(float), Elsewhere("temperature", "temp")
+    ] = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="Use 0 (greedy) to 100.")
+    top_k: Annotated[
+        int, Flag("Keep the k most likely tokens; 0 keeps all.", _TALKING), Asked(int), Elsewhere("top_k", "top_k")
+    ] = Field(default=0, ge=-1, lt=2**31, description="Use 1 to 2147483647; 0 or -1 keeps every token.")
+    top_p: Annotated[
+        float, Flag("Keep the most likely tokens up to this mass.", _TALKING), Asked(float), Elsewhere("top_p", "top_p")
+    ] = Field(default=1.0, gt=0.0, le=1.0, description="Use a value above 0 and up to 1.")
+    min_p: Annotated[
+        float,
+        Flag("Keep tokens at least this likely, relative to the best.", _TALKING),
+        Asked(float),
+        Elsewhere("min_p", "min_p"),
+    ] = Field(default=0.0, ge=0.0, le=1.0, description="Use a value from 0 to 1.")
+    repetition_penalty: Annotated[
+        float,
+        Flag("Above 1 discourages tokens of prompt and output.", _TALKING),
+        Asked(float),
+        Elsewhere("repetition_penalty", "penalty_repeat", "repeat_penalty"),
+    ] = Field(
+        default=1.0, ge=0.01, le=100.0, description="Use 0.01 to 100; above 1 discourages tokens of prompt and output."
     )
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
+    presence_penalty: Annotated[float, Flag("Taken from tokens the output holds, -2 to 2.", _TALKING), Asked(float)] = (
+        Field(default=0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2.")
+    )
+    frequency_penalty: Annotated[float, Flag("The same for each time it holds them.", _TALKING), Asked(float)] = Field(
+        default=0.0, ge=-2.0, le=2.0, description="Use a value from -2 to 2."
+    )
     logit_bias: Annotated[
-        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_as_biases)
+        dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]],
+        BeforeValidator(_as_biases),
+        Asked(dict[str, float]),
     ] = Field(default_factory=dict, description="Use token ids with biases from -100 to 100.")
-    bad_words: Strings = Field((), description="Use a list of non-empty strings.")
+    bad_words: Annotated[Strings, Asked(list[str])] = Field(default=(), description="Use a list of non-empty strings.")
     bad_words_ids: Annotated[tuple[Annotated[TokenIds, Field(min_length=1)], ...], BeforeValidator(_as_tuples)] = Field(
-        (), description="Use a list of non-empty lists of token ids."
+        default=(), description="Use a list of non-empty lists of token ids."
     )
-    allowed_token_ids: TokenIds | None = Field(
-        None, min_length=1, description="Use a non-empty list of token ids, or None."
+    allowed_token_ids: Annotated[TokenIds | None, Asked(list[int])] = Field(
+        default=None, min_length=1, description="Use a non-empty list of token ids, or None."
     )
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | None = None  # whose fields have options of their own
     logits_processors: Annotated[tuple[Any, ...], BeforeValidator(_as_tuple), AfterValidator(_all_callable)] = Field(
-        (), description="Use functions of (token ids [1, n], scores [1, vocab_size]) that return scores."
+        default=(), description="Use functions of (token ids [1, n], scores [1, vocab_size]) that return scores."
     )
-    max_tokens: int = Field(128, ge=1, description="Use 1 or more.")
-    min_tokens: int = Field(0, ge=0, description="Use 0 or more, up to max_tokens.")
-    stop: Strings = Field((), description="Use one non-empty string or a list of them.")
-    stop_token_ids: TokenIds = Field((), description="Use a list of token ids.")
-    ignore_eos: bool = False
-    seed: int | None = Field(None, ge=0, lt=2**63, description="Use an integer from 0 to 2**63 - 1, or None.")
-    n: int = Field(1, ge=1, description="Use 1 or more samples.")
-    logprobs: int | None = Field(
-        None, ge=-1, description="Use the number of most likely tokens to report beside the chosen one; -1 reports all."
+    logprobs: Annotated[int | None, Flag("Also show how likely each token and the k best were.", _GENERATE)] = Field(
+        default=None,
+        ge=-1,
+        description="Use the number of most likely tokens to report beside the chosen one; -1 reports all.",
     )
-    prompt_logprobs: int | None = Field(None, ge=-1, description="Use a number of tokens; -1 reports all.")
-    logprobs_mode: LogprobsMode = Field("raw", description="Use raw or processed.")
+    prompt_logprobs: int | None = Field(default=None, ge=-1, description="Use a number of tokens; -1 reports all.")
+    logprobs_mode: LogprobsMode = Field(default="raw", description="Use raw or processed.")
+    seed: Annotated[
+        int | None,
+        Flag("Same seed, same text, with any method or none; to the bit in batch-invariant mode.", _TALKING),
+        Asked(int),
+    ] = Field(default=None, ge=0, lt=2**63, description="Use an integer from 0 to 2**63 - 1, or None.")
+    n: Annotated[int, Flag("Samples of each prompt.", _GENERATE, ("-n",)), Asked(int)] = Field(
+        default=1, ge=1, description="Use 1 or more samples."
+    )
+    stop: Annotated[
+        Strings,
+        Flag("A string that ends the text; may be repeated.", _GENERATE),
+        Asked(str | list[str], "Use a text or a list of texts."),
+    ] = Field(default=(), description="Use one non-empty string or a list of them.")
+    stop_token_ids: Annotated[TokenIds, Asked(list[int])] = Field(default=(), description="Use a list of token ids.")
+    min_tokens: Annotated[int, Asked(int)] = Field(default=0, ge=0, description="Use 0 or more, up to max_tokens.")
+    ignore_eos: Annotated[bool, Flag("Write on past the end of the text.", _GENERATE), Asked(bool)] = False
 
     def __hash__(self) -> int:
         return hash((self.temperature, self.top_k, self.top_p, self.min_p, self.max_tokens, self.seed, self.stop))
@@ -173,10 +223,7 @@ class SamplingParams(Frozen):
     def _lengths_agree(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ContradictionError(
-                "min_tokens",
-                self.min_tokens,
-                f"more than max_tokens={self.max_tokens}",
-                "Lower it or raise max_tokens.",
+                "min_tokens", self.min_tokens, f"more than max_tokens={self.max_tokens}", "Lower it or raise max_tokens."
             )
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from outrider.engine.admission import rule_against_seeds
 from outrider.errors import InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from outrider.llm import LLM
+from outrider.options import LLMSettings, names_keywords
 from outrider.params import LogitsProcessor, SamplingParams
 
 # --- Gives a transformers model a `generate` that speculates and writes the same.
@@ -27,7 +28,8 @@ from outrider.params import LogitsProcessor, SamplingParams
 M = TypeVar("M", bound=nn.Module)
 
 
-def patch(model: M, **settings: Any) -> M:
+@names_keywords(LLMSettings)
+def patch(model: M, **settings: Unpack[LLMSettings]) -> M:
     """Let `model.generate` speculate: the same arguments, the same greedy tokens, the same distribution where it draws.
 
     `torch.manual_seed` repeats drawn texts, unless the rule is "token" or "block", with which they depend on the drafts.

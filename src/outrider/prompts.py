@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
-from inspect import signature
 from numbers import Integral
 from threading import Lock
 from typing import Any, TypedDict
@@ -13,7 +12,6 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 
-from outrider.config import Frozen, unknown_setting
 from outrider.conversations import (
     check_developer,
     read_conversation,
@@ -23,8 +21,6 @@ from outrider.conversations import (
 )
 from outrider.errors import InvalidParameterError, InvalidPromptError
 from outrider.loading.templates import TemplateLimits, render_conversation, renders_by_template
-from outrider.params import SamplingParams
-from outrider.propose.settings import FORMERLY, SpeculationConfig
 
 # --- Encodes prompts and conversations to token ids, for several threads at once.
 
@@ -225,7 +221,7 @@ def _num_characters(given: Any) -> int:
     return found
 
 
-# --- Types and checks of what callers write: prompts, conversations and settings.
+# --- Types and checks of the prompts that callers write.
 
 
 class TextPrompt(TypedDict):
@@ -246,9 +242,6 @@ Prompt = str | Sequence[int] | torch.Tensor | np.ndarray | TextPrompt | TokensPr
 _ARRAYS = (torch.Tensor, np.ndarray)
 _BYTES = (bytes, bytearray, memoryview)
 _DICT_REMEDY = "Give {'prompt': text} or {'prompt_token_ids': token ids}."
-
-
-# -- prompts -----------------------------------------------------------------------------------------------------------
 
 
 def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
@@ -360,98 +353,3 @@ def _is_list(value: Any) -> bool:
 
 def _is_list_of_numbers(value: Any) -> bool:
     return _is_list(value) and len(value) > 0 and all(_is_number(item) for item in value)
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
-def spread(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each of `count` prompts: the value itself repeated, or a list of the right length.
-
-    Raises:
-        InvalidParameterError: A list of another length.
-    """
-    if not isinstance(value, list | tuple):
-        return [value] * count
-    if len(value) != count:
-        raise InvalidParameterError(
-            name, value, f"{len(value)} entries for {count} prompts", "Give one for all, or one for each."
-        )
-    return list(value)
-
-
-def check_namespace(namespace: Any) -> None:
-    """Raise InvalidParameterError unless it is a name or None; 1 and True would share what they must not."""
-    if namespace is not None and not (isinstance(namespace, str) and namespace):
-        problem = "it is empty" if isinstance(namespace, str) else "not a name"
-        raise InvalidParameterError("namespace", namespace, problem, "Give a string that is not empty, or None.")
-
-
-def dtype_name(dtype: Any) -> Any:
-    """The name of one of PyTorch's dtypes; anything else as it is."""
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-
-
-#: Settings of other engines, and what does the same here.
-_ELSEWHERE = {
-    "gpu_memory_utilization": "Use LLM(kv_cache_tokens=...); None takes what memory is free.",
-    "tensor_parallel_size": "Leave it out: a model lies on one device. Use device=... to choose it.",
-    "torch_dtype": "Its name here is dtype.",
-    "enable_prefix_caching": "Its name here is prefix_caching.",
-}
-
-
-def refuse_settings(given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise InvalidParameterError for the first of these, which LLM does not have; it may be one that belongs elsewhere.
-
-    Args:
-        given: Names and values that LLM does not know.
-        known: What it does know.
-    """
-    places: dict[type[Frozen], str] = {
-        SpeculationConfig: "LLM(speculation=SpeculationConfig({}=...))",
-        SamplingParams: "generate(prompts, SamplingParams({}=...))",
-    }
-    for name, value in given.items():
-        if name in _ELSEWHERE:
-            raise InvalidParameterError(name, value, "no such setting", _ELSEWHERE[name])
-        _refuse_misplaced("LLM", name, value, places)
-        raise unknown_setting("LLM", name, value, known)
-
-
-def refuse_keywords(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise InvalidParameterError for the first of these, which `method` does not take, and show the call that is right.
-
-    Args:
-        method: LLM.generate or one like it, bound: its first parameter is what to write about.
-        given: Names and values that it does not know.
-    """
-    first, *others = (name for name in signature(method).parameters if name != "unknown")
-    call = f"{method.__name__}({first}, "
-    renamed = {
-        "sampling_params": f"Its name here is params: {call}SamplingParams(...)).",
-        "do_sample": f"Use {call}SamplingParams(temperature=0)) for greedy texts; any other temperature samples.",
-        "max_new_tokens": f"Its name here is max_tokens: {call}SamplingParams(max_tokens=...)).",
-    }
-    places: dict[type[Frozen], str] = {
-        SamplingParams: call + "SamplingParams({}=...))",
-        SpeculationConfig: call + "speculation=SpeculationConfig({}=...))",
-    }
-    for name, value in given.items():
-        if name in renamed:
-            raise InvalidParameterError(name, value, "no such setting", renamed[name])
-        _refuse_misplaced(method.__name__, name, value, places)
-        raise unknown_setting(method.__name__, name, value, (first, *others))
-
-
-def _refuse_misplaced(owner: str, name: str, value: object, places: Mapping[type[Frozen], str]) -> None:
-    """Raise where `name` is a setting of one of these types; `places` shows where each belongs."""
-    for kind, place in places.items():
-        if name in kind.model_fields:
-            remedy = f"Give it in {place.format(name)}."
-            raise InvalidParameterError(name, value, f"a setting of {kind.__name__}, not of {owner}", remedy)
-    if name == "speculative_config":
-        raise InvalidParameterError(name, value, "no such setting", "Its name here is speculation.")
-    if name in FORMERLY:
-        remedy = f"{FORMERLY[name].format(value=value).removesuffix('.')}, in speculation=SpeculationConfig(...)."
-        raise InvalidParameterError(name, value, "no such setting", remedy)

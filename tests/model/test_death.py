@@ -15,8 +15,9 @@ from outrider.engine.thread import EngineThread
 from outrider.errors import ClosedError, EngineDiedError
 from outrider.propose.settings import PLAIN
 from outrider.server.app import make_app
-from outrider.server.requests import AllowedMethods, ServerSettings
+from outrider.server.requests import AllowedMethods
 from outrider.server.service import Service
+from outrider.server.settings import ServerSettings
 from outrider.server.tenants import ApiKeys
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)

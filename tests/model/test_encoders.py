@@ -26,8 +26,9 @@ from outrider.lab.prove.own_model import CacheAudit
 from outrider.model import hf_encoder
 from outrider.model.batch import RaggedBatch, Segment
 from outrider.model.context import ForwardContext
-from outrider.server.requests import JobMaker, ServerSettings
+from outrider.server.requests import JobMaker
 from outrider.server.schemas import CompletionRequest
+from outrider.server.settings import ServerSettings
 from tests.model import checkpoints, encoders
 
 LONG = [(7 * i + 2) % 61 for i in range(32)]

@@ -15,8 +15,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from outrider import LLM, SamplingParams
 from outrider.cli.serve import serve
+from outrider.config import Flag, declared
 from outrider.errors import ForwardError, NonFiniteLogitsError, NoTokenLeftError, ProcessingError, StepAbortedError
 from outrider.server.errors import TYPES, api_error
+from outrider.server.schemas import SAME
+from outrider.server.settings import ServerSettings
 from tests.server.running import ROOT, Server, running
 
 PAGE = (ROOT / "docs" / "reference" / "server.md").read_text("utf-8")
@@ -52,10 +55,16 @@ def test_the_limits_are_those_of_the_page() -> None:
     told = {name: value.replace(",", "") for name, value in rows}
     defaults = {name: str(options()[name]).removesuffix(".0") for name in told}
     assert len(told) == 19
+    limits = {f"--{name.replace('_', '-')}" for name, _ in declared(ServerSettings, Flag)}
+    assert limits <= told.keys()
     unset = {"--max-model-len": "the model's", "--request-seconds": "none", "--stalled-seconds": "60 not with `--replicas`"}
     unset |= {"--header-seconds": "30 not with `--replicas`", "--body-seconds": "60 not with `--replicas`"}
     unset |= {"--max-connections": "as files leave room for not with `--replicas`"}
     assert told == defaults | unset
+
+
+def test_every_field_of_requests_that_is_a_parameter_is_on_the_page() -> None:
+    assert [name for name in SAME if f"`{name}`" not in PAGE] == []
 
 
 def test_every_code_of_an_error_is_on_the_page_and_is_written_like_the_others() -> None:

@@ -24,8 +24,8 @@ from ray.exceptions import RayActorError
 
 from outrider.cli import serve
 from outrider.server.replicas.ingress import Ingress
-from outrider.server.requests import ServerSettings
 from outrider.server.service import Service
+from outrider.server.settings import ServerSettings
 from outrider.server.tenants import ApiKeys
 from tests.waiting import wait_until
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from outrider.config import default_model
+from outrider.config import Refusal, default_model
 from outrider.errors import (
     ContradictionError,
     InputError,
@@ -31,8 +31,9 @@ from outrider.results import RequestStats
 from outrider.server.answers import CompletionLogprobs, chat_logprobs, usage
 from outrider.server.chat import blamed_tool, conversation, encode, forced_calls
 from outrider.server.errors import ApiError, api_error
-from outrider.server.requests import AllowedMethods, JobMaker, Prompt, ServerSettings, field_names, sampling
-from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest, Refusal
+from outrider.server.requests import AllowedMethods, JobMaker, Prompt, field_names, sampling
+from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest
+from outrider.server.settings import ServerSettings
 from outrider.server.tool_forms import ToolForm, tool_form
 from outrider.server.tools import Heard, ToolListener, ToolUse
 from outrider.structured.grammar import GrammarCompiler, GrammarError

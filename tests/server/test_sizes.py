@@ -18,9 +18,10 @@ from pydantic import ValidationError
 
 from outrider.errors import InvalidParameterError
 from outrider.server.errors import ApiError
-from outrider.server.requests import ServerSettings, check_lists, check_values
+from outrider.server.requests import check_lists, check_values
 from outrider.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest
 from outrider.server.service import Service
+from outrider.server.settings import ServerSettings
 from tests.server.running import Server, running
 
 #: Of a server that takes hardly anything.

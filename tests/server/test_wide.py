@@ -49,5 +49,5 @@ def test_another_method_may(loaded: list[Any]) -> None:
 
 def test_a_model_beside_it_is_refused(loaded: list[Any]) -> None:
     with pytest.raises(ContradictionError, match="copy of the embedded target"):
-        serve.serve("some-model", wide=True)
+        serve.serve(model="some-model", wide=True)
     assert not loaded

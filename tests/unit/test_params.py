@@ -126,8 +126,12 @@ def test_stop_token_ids_take_one_id_or_several(given: Any, kept: tuple[int, ...]
 def test_a_parameter_of_other_engines_is_refused_with_a_reason(name: str) -> None:
     with pytest.raises(UnsupportedParameterError) as caught:
         SamplingParams(**{name: 1.1})
-    assert (caught.value.field, caught.value.value, caught.value.problem) == (name, 1.1, SamplingParams.refused[name])
-    assert caught.value.remedy == SamplingParams.remedies.get(name, "Leave it out.")
+    assert (caught.value.field, caught.value.value, caught.value.problem) == (
+        name,
+        1.1,
+        SamplingParams.refused[name].reason,
+    )
+    assert caught.value.remedy == SamplingParams.refused[name].remedy
 
 
 def test_refusals_and_fields_do_not_overlap() -> None:

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
+from outrider.cli.flags import with_options
 from outrider.cli.lines import QUOTES, Reader, reader
+from outrider.config import Flag, declared
 from outrider.errors import InputError, InvalidParameterError, OutriderError
+from outrider.params import SamplingParams
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -24,86 +27,40 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.llm import LLM
-    from outrider.params import CompletionOutput, SamplingParams
+    from outrider.params import CompletionOutput
 
+#: What `/set` changes beside the system message.
+_SETTINGS = tuple(name for name, flag in declared(SamplingParams, Flag) if "chat" in flag.verbs)
 _HELP = f"""\
 /help                  shows this
 /clear                 forgets the conversation
 /save FILE, /load FILE writes it as JSON, and goes on with one
 /set system TEXT       what the model is told first; without TEXT nothing
-/set temperature 0.7   and top_p, top_k, min_p, max_tokens, seed, repetition_penalty, presence_penalty, frequency_penalty
+/set temperature 0.7   and {", ".join(name for name in _SETTINGS if name != "temperature")}
 /stats                 how fast it is, and how the drafts fare
 /bye or Ctrl-D         leaves; Ctrl-C stops an answer
 {QUOTES} begins and ends a message of several lines, Alt-Enter begins a new one, and pasted lines are one message"""
-#: What `/set` changes beside the system message.
-_SETTINGS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 #: A line that is for the program. A path, as /usr/bin, is none.
 _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?")
 
 
+@with_options(max_tokens=512)
 def chat(
     model: options.Model = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
-    method: options.Method = None,
-    draft_model: options.DraftModel = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    rule: options.Rule = None,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    seed: options.Seed = None,
-    dtype: options.DType = "auto",
-    device: options.Device = None,
-    attention_backend: options.Backend = "auto",
-    quantization: options.Quantization = None,
-    activations: options.Activations = None,
-    draft_quantization: options.DraftQuantization = None,
+    *,
+    drafting: options.Drafting,
+    drawing: options.Sampling,
+    loading: options.Loading,
     no_color: options.NoColor = False,
 ) -> None:
     """Talk with a model that has a chat template (the embedded pair has none)."""
     from rich.console import Console
 
     console = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
-    params = options.sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-    )
-    settings = options.speculation(method, draft_model, num_draft_tokens, rule)
     notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
-    llm = options.load(
-        notes,
-        model,
-        settings,
-        chats=True,
-        dtype=dtype,
-        device=device,
-        attention_backend=attention_backend,
-        quantization=quantization,
-        activations=activations,
-        draft_quantization=draft_quantization,
-    )
+    params = options.sampling(drawing)
+    llm = options.load(notes, model, drafting.config(), chats=True, **loading)
     params = options.usual_sampling(llm, params, notes)
     talk = Conversation(llm, params, system, console, notes)
     llm.chat_prompt([*talk.messages, {"role": "user", "content": "hello"}])  # refuse now, not after the first question

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
+from outrider.cli.flags import with_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,71 +24,21 @@ if TYPE_CHECKING:
 
 #: A text to go on from, or a conversation to answer.
 _Prompt = str | list[dict[str, str]]
-#: Options of the command that are passed on as they are, to the parameters and to the model.
-_SAMPLING = (
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-    "seed",
-    "n",
-    "ignore_eos",
-)
 #: A ratio of single runs that is nearer to 1 tells nothing.
 _NOISE = 0.15
 
-_LOADING = (
-    "dtype",
-    "device",
-    "attention_backend",
-    "max_num_seqs",
-    "quantization",
-    "activations",
-    "draft_quantization",
-    "batch_invariant",
-)
 
-
+@with_options()
 def generate(
     model: options.Model = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     file: Annotated[
         list[Path] | None, typer.Option("--file", "-f", help="A file that holds one prompt; - is standard input.")
     ] = None,
-    method: options.Method = None,
-    draft_model: options.DraftModel = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    rule: options.Rule = None,
-    tree: options.Tree = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    json_schema: options.JsonSchema = None,
-    regex: options.Regex = None,
-    grammar: options.Grammar = None,
-    logprobs: Annotated[int | None, typer.Option(help="Also show how likely each token and the k best were.")] = None,
-    seed: options.Seed = None,
-    n: Annotated[int | None, typer.Option("-n", help="Samples of each prompt.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Write on past the end of the text.")] = False,
-    dtype: options.DType = "auto",
-    device: options.Device = None,
-    attention_backend: options.Backend = "auto",
-    quantization: options.Quantization = None,
-    activations: options.Activations = None,
-    draft_quantization: options.DraftQuantization = None,
-    batch_invariant: options.BatchInvariant = False,
-    max_num_seqs: Annotated[int, typer.Option(help="Prompts that run at a time.")] = 32,
+    *,
+    drafting: options.TreeDrafting,
+    drawing: options.Sampling,
+    loading: options.Loading,
     raw: Annotated[
         bool, typer.Option("--raw", help="Go on from the prompts themselves, also where the model has a chat template.")
     ] = False,
@@ -98,18 +49,12 @@ def generate(
     no_color: options.NoColor = False,
 ) -> None:
     """Complete prompts from --prompt, --file or standard input. A model with a chat template answers them."""
-    given = dict(locals())
     from rich.console import Console
 
     notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
     prompts = _prompts(prompt or [], file or [])
-    params = options.sampling(
-        **{name: given[name] for name in _SAMPLING},
-        structured_outputs=options.structure(json_schema, regex, grammar),
-        stop=tuple(stop) if stop else None,
-    )
-    settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
-    llm = options.load(notes, model, settings, chats=not raw, **{name: given[name] for name in _LOADING})
+    params = options.sampling(drawing)
+    llm = options.load(notes, model, drafting.config(), chats=not raw, **loading)
     told = Console(stderr=True, quiet=True) if as_json else notes  # what follows is for people
     params, asked = options.usual_sampling(llm, params, told), _asked(llm, prompts, told, raw=raw)
     if not _answer(llm, prompts, asked, params, notes, as_json=as_json, compare=compare, no_color=no_color):
@@ -396,11 +341,7 @@ def _identical(
 
 
 def _show_sameness(
-    notes: Console,
-    llm: LLM,
-    params: SamplingParams,
-    plain: Sequence[CompletionOutput],
-    drafted: Sequence[CompletionOutput],
+    notes: Console, llm: LLM, params: SamplingParams, plain: Sequence[CompletionOutput], drafted: Sequence[CompletionOutput]
 ) -> None:
     """How many tokens are the same, or where the texts part and why."""
     pairs = [(one.token_ids, other.token_ids) for one, other in zip(plain, drafted, strict=False)]

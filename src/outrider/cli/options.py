@@ -6,13 +6,17 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from outrider.cli.flags import Flags
 from outrider.cli.startup import light_imports
+from outrider.config import CacheConfig, ModelConfig, SchedulerConfig, default_model
 from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +25,6 @@ if TYPE_CHECKING:
 
     from outrider.llm import LLM
     from outrider.loading.gguf.header import ShowReading
-    from outrider.params import SamplingParams
 
 # --- Options that several verbs share, and the objects they stand for.
 
@@ -45,48 +48,43 @@ Method = Annotated[
 ]
 DraftModel = Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id of a draft model.")]
 NumDraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="Most draft tokens a step.")]
-Tree = Annotated[str | None, typer.Option(help="Draft trees: children by depth, like 3,2,1, or best_first, or sequoia.")]
-Rule = Annotated[str | None, typer.Option(help="auto, block, token, walk or coupled.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Most tokens to write.")]
-Temperature = Annotated[float | None, typer.Option("--temperature", "-t", help="0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")]
-MinP = Annotated[float | None, typer.Option(help="Keep tokens at least this likely, relative to the best.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1 discourages tokens of prompt and output.")]
-PresencePenalty = Annotated[float | None, typer.Option(help="Taken from tokens the output holds, -2 to 2.")]
-FrequencyPenalty = Annotated[float | None, typer.Option(help="The same for each time it holds them.")]
-JsonSchema = Annotated[str | None, typer.Option(help="The output follows this JSON schema: a file, or the schema itself.")]
-Regex = Annotated[str | None, typer.Option(help="The output matches this regular expression.")]
-Grammar = Annotated[str | None, typer.Option(help="The output follows this grammar (Lark or GBNF): a file, or itself.")]
-BatchInvariant = Annotated[
-    bool, typer.Option("--batch-invariant", help="Same seed, same bits, in any batch with any method.")
-]
 Profile = Annotated[Path | None, typer.Option(help="A file that outrider tune wrote: who drafts, and how much.")]
-Seed = Annotated[
-    int | None, typer.Option(help="Same seed, same text, with any method or none; to the bit in batch-invariant mode.")
-]
-DType = Annotated[str, typer.Option(help="auto, bfloat16, float16, float32 or float64.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-Backend = Annotated[str, typer.Option("--attention-backend", help="auto, fused, paged or gather.")]
-DraftQuantization = Annotated[
-    str | None, typer.Option(help="The same for draft models: int8 or 4 bits are usual, none rounds nothing.")
-]
-Activations = Annotated[
-    str | None,
-    typer.Option(
-        help="int8 rounds what enters products with rounded weights, none does not. For GGUF files int8 is usual."
-    ),
-]
-Quantization = Annotated[str | None, typer.Option(help="Round weights: int8, int8-g128, int4, int4-g32-asym, ...")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """The options that say who drafts."""
+
+    method: Method = None
+    draft_model: DraftModel = None
+    num_draft_tokens: NumDraftTokens = None
+    rule: Annotated[str | None, typer.Option(help="auto, block, token, walk or coupled.")] = None
+
+    def config(self) -> Any:
+        """The settings that they come to; see `speculation`."""
+        return speculation(**vars(self))
+
+
+@dataclass(frozen=True)
+class TreeDrafting(Drafting):
+    """The same, with trees."""
+
+    tree: Annotated[
+        str | None, typer.Option(help="Draft trees: children by depth, like 3,2,1, or best_first, or sequoia.")
+    ] = None
+
+
+DraftingT = TypeVar("DraftingT", bound=Drafting)
+Sampling = Annotated[dict[str, Any], Flags((SamplingParams,))]
+Loading = Annotated[dict[str, Any], Flags((ModelConfig, SchedulerConfig, CacheConfig))]
+
+
+# --- The objects that options stand for.
+
+
 def speculation(
-    method: str | None,
-    draft_model: str | None,
-    num_draft_tokens: int | None,
-    rule: str | None,
-    tree: str | None = None,
+    method: str | None, draft_model: str | None, num_draft_tokens: int | None, rule: str | None, tree: str | None = None
 ) -> Any:
     """A SpeculationConfig from what was given. A draft model without a method is one to choose from. Where only fields of a
     draft were given, these, for the draft model of the embedded pair; None where nothing was."""
@@ -147,10 +145,8 @@ def _widths(tree: str) -> str | tuple[int, ...]:
         ) from None
 
 
-def structure(json_schema: str | None, regex: str | None, grammar: str | None) -> Any:
+def structure(json_schema: str | None = None, regex: str | None = None, grammar: str | None = None) -> Any:
     """StructuredOutputs from the options that were given; None where none was."""
-    from outrider.params import StructuredOutputs
-
     given: dict[str, Any] = {
         "json_schema": None if json_schema is None else _json_schema(json_schema),
         "regex": regex,
@@ -184,7 +180,7 @@ def _text(field: str, value: str, mark: str, kind: str) -> str:
         raise InvalidParameterError(field, value, f"it cannot be read ({reason})", remedy) from None
 
 
-def wide_pair(model: str | None, method: str | None, draft_model: str | None, dtype: str) -> tuple[str, str | None]:
+def wide_pair(model: str | None, drafting: DraftingT, dtype: str) -> tuple[str, DraftingT]:
     """The wide copy of the embedded target, and the embedded draft model unless another one or another method drafts.
 
     Raises:
@@ -192,19 +188,19 @@ def wide_pair(model: str | None, method: str | None, draft_model: str | None, dt
     """
     if model is not None:
         raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
-    from outrider.config import default_model
     from outrider.widen import wide_target
 
-    drafts = draft_model is None and method in (None, "draft_model")
+    drafts = drafting.draft_model is None and drafting.method in (None, "draft_model")
     target = wide_target("bfloat16" if dtype == "auto" else dtype)  # "auto" is the embedded checkpoint's own
-    return target, default_model("draft") if drafts else draft_model
+    return target, replace(drafting, draft_model=default_model("draft")) if drafts else drafting
 
 
-def sampling(**given: Any) -> Any:
-    """SamplingParams from the options that were given."""
-    from outrider.params import SamplingParams
-
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+def sampling(given: dict[str, Any]) -> SamplingParams:
+    """The parameters that the options of a command come to."""
+    inner = {name: given[name] for name in given.keys() & StructuredOutputs.model_fields.keys()}
+    values = {name: value for name, value in given.items() if name not in inner and value not in (None, [])}
+    structured = structure(**inner)
+    return SamplingParams(**values) if structured is None else SamplingParams(**values, structured_outputs=structured)
 
 
 #: What decides how a token is drawn, and what llama.cpp takes for it where neither its user nor a file says anything.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,17 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
+from outrider.cli.flags import Flags, with_options
+from outrider.config import ModelConfig, default_model, part_of
 from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
+from outrider.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from outrider.building import Profile
-    from outrider.config import ModelConfig
     from outrider.llm import LLM
     from outrider.loading.fit import Needs
     from outrider.server.connections import Listener
     from outrider.server.recorder import RecordFolder
     from outrider.server.replicas.machines import Machine, Share
-    from outrider.server.requests import ServerSettings
     from outrider.server.service import Service
     from outrider.server.tenants import ApiKeys
 
@@ -30,241 +32,138 @@ if TYPE_CHECKING:
 
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_STALLED_SECONDS = 60
-
-Allow = Annotated[
-    list[str] | None, typer.Option(help="A further method that requests may ask for, as in --method; may be repeated.")
-]
-Replicas = Annotated[int | None, typer.Option(help="Engines behind one address; see docs/how-to/replicas.md.")]
-Host = Annotated[str, typer.Option(help="Address to listen at; others than this machine reach 0.0.0.0.")]
-AllowedHost = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A name under which clients reach the server, beside those of this machine; * for any; may be repeated."
-    ),
-]
-AllowOrigin = Annotated[
-    list[str] | None,
-    typer.Option(help="Pages of this origin, like https://chat.example.com, may ask; * for any; may be repeated."),
-]
-Port = Annotated[int, typer.Option(help="0 takes a free one, and 65535 is the highest.")]
-Name = Annotated[str | None, typer.Option(help="What clients call the model.")]
-Template = Annotated[Path | None, typer.Option(help="A file with a chat template, in place of the model's.")]
-ToolParser = Annotated[str | None, typer.Option(help="How the model writes calls of tools; its chat template tells.")]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="A line for each key: tenant:key, and limits behind it. The variable OUTRIDER_API_KEYS may hold them instead, "
-        "with commas between them."
-    ),
-]
-Record = Annotated[
-    Path | None,
-    typer.Option(help="Keep texts of the keys that have record_mib in this folder, as data for `outrider train`."),
-]
-MaxModelLen = Annotated[int | None, typer.Option(help="Longest text, prompt and output together.")]
-MaxNumSeqs = Annotated[int, typer.Option(help="Texts that are written at a time.")]
-MaxRows = Annotated[int, typer.Option(help="Rows of a pass.")]
-KVTokens = Annotated[int | None, typer.Option(help="KV memory; sized from free memory unless given.")]
-StateCache = Annotated[
-    int | None,
-    typer.Option(help="MiB for running states that equal beginnings share; a sixteenth of free memory unless given."),
-]
-NoPrefixCaching = Annotated[
-    bool,
-    typer.Option(
-        "--no-prefix-caching",
-        help="Read every prompt anew. Otherwise prompts of a tenant share the KV of equal beginnings.",
-    ),
-]
-MaxQueue = Annotated[int, typer.Option(help="Texts of a tenant that may wait beside these; further ones get 429.")]
-MaxN = Annotated[int, typer.Option(help="Texts of one request.")]
-MaxBody = Annotated[int, typer.Option(help="Of one request.")]
-MaxValues = Annotated[int, typer.Option(help="Names and values in the body of one request.")]
-MaxItems = Annotated[int, typer.Option(help="Entries of logit_bias, of bad_words, or of a list of token ids.")]
-MaxStops = Annotated[int, typer.Option(help="Stop strings of one request.")]
-MaxStructure = Annotated[int, typer.Option(help="Of a JSON schema, a regular expression or a grammar.")]
-MaxCharacters = Annotated[int, typer.Option(help="Characters of all stop strings, or of all bad_words.")]
-StepSeconds = Annotated[float, typer.Option(help="An engine whose step takes longer hangs: /health says so.")]
-RequestSeconds = Annotated[
-    float | None, typer.Option(help="A request that takes longer, from its first byte on, is ended.")
-]
-HeaderSeconds = Annotated[
-    float | None, typer.Option(help="A connection without the headers of a request is ended then; 30 unless given.")
-]
-BodySeconds = Annotated[float | None, typer.Option(help="A body that takes longer to come is refused; 60 unless given.")]
-TemplateSeconds = Annotated[float, typer.Option(help="CPU that the chat template may take for one conversation.")]
-TemplateMib = Annotated[int, typer.Option(help="Memory that it may take.")]
-MaxConnections = Annotated[
-    int | None, typer.Option(help="Connections at a time; as many as files leave room for, up to 16384, unless given.")
-]
-DrainSeconds = Annotated[int, typer.Option(help="How long requests may finish after SIGTERM.")]
-StalledSeconds = Annotated[
-    int | None, typer.Option(help="A client that takes nothing for so long is cut off; 60 unless given.")
-]
-Certificate = Annotated[Path | None, typer.Option(help="Certificate, for https.")]
-CertificateKey = Annotated[Path | None, typer.Option(help="Its key.")]
-
-#: Options of the command that are passed on as they are, to the model and to the server's limits.
-_LOADING = (
-    "profile",
-    "dtype",
-    "device",
-    "attention_backend",
-    "quantization",
-    "activations",
-    "draft_quantization",
-    "batch_invariant",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_tokens",
-    "prefix_caching",
-    "state_cache_mib",
-)
-_LIMITS = (
-    "max_queue",
-    "max_n",
-    "max_list_items",
-    "max_list_characters",
-    "max_stops",
-    "max_structure_bytes",
-    "max_body_bytes",
-    "max_body_values",
-    "step_seconds",
-    "request_seconds",
-    "header_seconds",
-    "body_seconds",
-    "template_seconds",
-    "template_mib",
-    "tool_parser",
-)
+#: Limits of connections, which Ray Serve has where there are replicas.
+_OF_CONNECTIONS = ("stalled_seconds", "header_seconds", "body_seconds", "max_connections")
 
 
+@dataclass(frozen=True)
+class Reached:
+    """The options that say where the server is reached, and by whom."""
+
+    host: Annotated[str, typer.Option(help="Address to listen at; others than this machine reach 0.0.0.0.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0 takes a free one, and 65535 is the highest.")] = 8000
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name under which clients reach the server, beside those of this machine; * for any; may be repeated."
+        ),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Pages of this origin, like https://chat.example.com, may ask; * for any; may be repeated."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The options of https."""
+
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for https.")] = None
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key.")] = None
+
+    def options(self) -> dict[str, str]:
+        """As uvicorn takes them; the file of the certificate may hold its key, too. Raises InputError."""
+        from outrider.server.run import check_tls
+
+        check_tls(self.ssl_certfile, self.ssl_keyfile or self.ssl_certfile)
+        given = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile or self.ssl_certfile}
+        return {name: str(path) for name, path in given.items() if path is not None}
+
+
+@with_options()
 def serve(
     model: options.Model = None,
     wide: options.Wide = False,
-    method: options.Method = None,
-    draft_model: options.DraftModel = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    rule: options.Rule = None,
-    tree: options.Tree = None,
+    *,
+    drafting: options.TreeDrafting,
     profile: options.Profile = None,
-    allow: Allow = None,
-    replicas: Replicas = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    allowed_host: AllowedHost = None,
-    allow_origin: AllowOrigin = None,
-    served_model_name: Name = None,
-    chat_template: Template = None,
-    tool_parser: ToolParser = None,
-    api_key_file: KeyFile = None,
-    record: Record = None,
-    dtype: options.DType = "auto",
-    device: options.Device = None,
-    attention_backend: options.Backend = "auto",
-    quantization: options.Quantization = None,
-    activations: options.Activations = None,
-    draft_quantization: options.DraftQuantization = None,
-    batch_invariant: options.BatchInvariant = False,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = 32,
-    max_num_batched_tokens: MaxRows = 1024,
-    kv_cache_tokens: KVTokens = None,
-    no_prefix_caching: NoPrefixCaching = False,
-    state_cache_mib: StateCache = None,
-    max_queue: MaxQueue = 256,
-    max_n: MaxN = 16,
-    max_body_bytes: MaxBody = 4 * 2**20,
-    max_body_values: MaxValues = 100_000,
-    max_list_items: MaxItems = 1024,
-    max_list_characters: MaxCharacters = 16 * 2**10,
-    max_stops: MaxStops = 16,
-    max_structure_bytes: MaxStructure = 64 * 2**10,
-    step_seconds: StepSeconds = 120.0,
-    request_seconds: RequestSeconds = None,
-    header_seconds: HeaderSeconds = None,
-    body_seconds: BodySeconds = None,
-    max_connections: MaxConnections = None,
-    template_seconds: TemplateSeconds = 2.0,
-    template_mib: TemplateMib = 512,
-    drain_seconds: DrainSeconds = 30,
-    stalled_seconds: StalledSeconds = None,
-    ssl_certfile: Certificate = None,
-    ssl_keyfile: CertificateKey = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="A further method that requests may ask for, as in --method; may be repeated.")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines behind one address; see docs/how-to/replicas.md.")] = None,
+    reached: Reached,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with a chat template, in place of the model's.")
+    ] = None,
+    tool_parser: Annotated[
+        str | None, typer.Option(help="How the model writes calls of tools; its chat template tells.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A line for each key: tenant:key, and limits behind it. The variable OUTRIDER_API_KEYS may hold them "
+            "instead, with commas between them."
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Keep texts of the keys that have record_mib in this folder, as data for `outrider train`."),
+    ] = None,
+    loading: options.Loading,
+    limits: Annotated[dict[str, Any], Flags((ServerSettings,))],
+    certificate: Certificate,
 ) -> None:
     """Serve a model to everything that speaks to OpenAI's API."""
-    _check_seconds("drain_seconds", drain_seconds, 0)
-    _check_seconds("stalled_seconds", stalled_seconds, 1)
+    given = {name: value for name, value in limits.items() if value is not None}  # others have the usual one
     if replicas is not None:
-        of_connections = {
-            "header_seconds": header_seconds,
-            "body_seconds": body_seconds,
-            "max_connections": max_connections,
-        }
-        check_replicas(replicas, {"stalled_seconds": stalled_seconds, **of_connections}, record)
+        check_replicas(replicas, {name: given[name] for name in _OF_CONNECTIONS if name in given}, record)
     if wide:
         served_model_name = served_model_name or "outrider-wide"
-        model, usual = options.wide_pair(model, method, draft_model, dtype)
-        draft_model = usual if profile is None else draft_model
-    if ssl_certfile is not None and ssl_keyfile is None:
-        ssl_keyfile = ssl_certfile  # which then holds both
-    given = dict(locals())
+        model, paired = options.wide_pair(model, drafting, loading["dtype"])
+        drafting = paired if profile is None else drafting
     allowed = [options.speculation(name, None, None, None) for name in allow or []]
-    settings = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
+    who = drafting.config()
     template = None if chat_template is None else _template(chat_template)
-    given["prefix_caching"] = not no_prefix_caching
-    limits, keys, records, place = _open(given)  # before the model: what is wrong here is better known now
-    loading = {name: given[name] for name in _LOADING}
-    tls = {name: str(given[name]) for name in ("ssl_certfile", "ssl_keyfile") if given[name] is not None}
-    make = partial(_service, model, settings, template, limits, allowed, keys)
+    # Before the model: what is wrong here is better known now.
+    _check_installed()
+    keys, settings = _settings(
+        reached, api_key_file, model_name=served_model_name or _usual_name(model), tool_parser=tool_parser, **given
+    )
+    records = None if record is None else _record_folder(record, keys)
+    tls = certificate.options()
+    place = _listen(reached, settings, has_keys=bool(keys), is_single=replicas is None)
+    loading["profile"] = profile
+    make = partial(_service, model, who, template, settings, allowed, keys)
     if replicas is not None:
-        address = {"host": host, "port": place.getsockname()[1]}
+        address = {"host": reached.host, "port": place.getsockname()[1]}
         place.close()  # Ray Serve opens it again, in a process of its own
-        run_replicas(make, replicas, model, settings, loading, limits, keys, drain_seconds=drain_seconds, **address, **tls)
+        run_replicas(make, replicas, model, who, loading, settings, keys, **address, **tls)
         return
     from outrider.server.errors import log
     from outrider.server.run import Hangups
     from outrider.server.run import serve as run
 
-    log("loading", {"model": limits.model_name, "from": model or "the embedded pair"})
+    log("loading", {"model": settings.model_name, "from": model or "the embedded pair"})
     hangups = Hangups()  # before the profile is read
-    run(make(records=records, **loading), place, hangups, drain_seconds=drain_seconds, profile=profile, **tls)
+    run(make(records=records, **loading), place, hangups, profile=profile, **tls)
 
 
-def _open(given: dict[str, Any]) -> tuple[ServerSettings, ApiKeys, RecordFolder | None, Listener]:
-    """The server's settings, its keys, the folder of its records if any, and a place where clients reach it, from the
-    options of the command."""
-    _check_installed()
+def _settings(reached: Reached, key_file: Path | None, **given: Any) -> tuple[ApiKeys, ServerSettings]:
     from outrider.server.access import allowed_hosts, allowed_origins
-    from outrider.server.connections import raise_file_limit, room_for_connections
-    from outrider.server.errors import log, write_logs
-    from outrider.server.requests import ServerSettings
-    from outrider.server.run import check_tls, listen
     from outrider.server.tenants import ApiKeys
 
-    name = given["served_model_name"] or _usual_name(given["model"])
-    keys, host = ApiKeys.of(given["api_key_file"]), given["host"]
-    hosts = allowed_hosts(host, given["allowed_host"] or (), has_keys=bool(keys))
-    origins = allowed_origins(given["allow_origin"] or ())
-    limits = ServerSettings(model_name=name, hosts=hosts, origins=origins, **_given(given, _LIMITS))
-    records = None if given["record"] is None else _record_folder(given["record"], keys)
-    check_tls(given["ssl_certfile"], given["ssl_keyfile"])
+    keys = ApiKeys.of(key_file)
+    hosts = allowed_hosts(reached.host, reached.allowed_host or (), has_keys=bool(keys))
+    return keys, ServerSettings(hosts=hosts, origins=allowed_origins(reached.allow_origin or ()), **given)
+
+
+def _listen(reached: Reached, settings: ServerSettings, *, has_keys: bool, is_single: bool) -> Listener:
+    """A place where clients reach the server. From here on there are lines in the log."""
+    from outrider.server.connections import raise_file_limit, room_for_connections
+    from outrider.server.errors import log, write_logs
+    from outrider.server.run import listen
+
     files = raise_file_limit()
-    most = room_for_connections(files, given["max_connections"])
-    place = listen(host, given["port"], given["stalled_seconds"] or _STALLED_SECONDS, most)
+    most = room_for_connections(files, settings.max_connections)
+    place = listen(reached.host, reached.port, settings.stalled_seconds, most)
     write_logs()
-    if given["replicas"] is None:
+    if is_single:
         log("connections have room", {"max_connections": most, "files": files})
-    if not keys and host not in _LOOPBACK:
-        log("everybody who reaches this address is served: give --api-key-file", {"host": host}, logging.WARNING)
-    return limits, keys, records, place
-
-
-def _given(options: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of the options that have a value; others have the usual one."""
-    return {name: options[name] for name in names if options[name] is not None}
+    if not has_keys and reached.host not in _LOOPBACK:
+        facts = {"host": reached.host}
+        log("everybody who reaches this address is served: give --api-key-file", facts, logging.WARNING)
+    return place
 
 
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:
@@ -315,12 +214,6 @@ def _record_folder(path: Path, keys: ApiKeys) -> RecordFolder:
     return RecordFolder(path)
 
 
-def _check_seconds(name: str, value: int | None, least: int) -> None:
-    """Raise InvalidParameterError where a time is too short. Ranges of typer's own would make the help too wide."""
-    if value is not None and value < least:
-        raise InvalidParameterError(name, value, "out of range", f"Use {least} or more.")
-
-
 def _check_installed() -> None:
     """Raise MissingExtraError where the packages of the server are missing."""
     from importlib.util import find_spec
@@ -349,26 +242,13 @@ def _template(path: Path) -> str:
 # --- What `outrider serve --replicas` does beside `outrider serve`: it shares the machine between engines on Ray Serve.
 
 
-_TARGET_SETTINGS = (
-    "dtype",
-    "device",
-    "attention_backend",
-    "max_model_len",
-    "quantization",
-    "activations",
-    "draft_quantization",
-    "batch_invariant",
-)
-
-
-def check_replicas(count: int, connections: dict[str, float | None], record: Path | None) -> None:
+def check_replicas(count: int, connections: dict[str, float], record: Path | None) -> None:
     """Raise where so many replicas cannot be, or not here."""
     if count < 1:
         raise InvalidParameterError("replicas", count, "somebody must write", "Use 1 or more, or leave --replicas out.")
     for name, value in connections.items():
-        if value is not None:
-            problem = "with --replicas Ray Serve has the connections, and it knows no such limit"
-            raise ContradictionError(name, value, problem, "Leave one of them out.")
+        problem = "with --replicas Ray Serve has the connections, and it knows no such limit"
+        raise ContradictionError(name, value, problem, "Leave one of them out.")
     if record is not None:
         problem = "with --replicas several servers would write to one folder"
         raise ContradictionError("record", str(record), problem, "Leave one of them out.")
@@ -399,7 +279,7 @@ def run_replicas(
         given: Options that say how to load.
         limits: The server's.
         keys: Who may ask.
-        how: Address, certificate and time to finish, as `serve_replicas` takes them.
+        how: Address and certificate, as `serve_replicas` takes them.
 
     Raises:
         ModelError: A checkpoint cannot be used, or the machine is too small for so many.
@@ -439,9 +319,7 @@ def run_replicas(
 
 def _target(model: str | None, given: dict[str, Any]) -> ModelConfig:
     """How each replica loads the target."""
-    from outrider.config import ModelConfig, default_model
-
-    return ModelConfig(model=model or default_model("target"), **{name: given[name] for name in _TARGET_SETTINGS})
+    return ModelConfig(model=model or default_model("target"), **part_of(ModelConfig, given))
 
 
 def _needed(target: ModelConfig, draft: str | None) -> list[Needs]:
@@ -468,7 +346,6 @@ def _say_if_ignored(profile: Profile, threads: str) -> None:
 
 def _draft_model(model: str | None, settings: Any) -> str | None:
     """The model that drafts; None where none does."""
-    from outrider.config import default_model
     from outrider.propose.defaults import SpeculationDefaults
 
     asked = {"method": "draft_model", **settings} if isinstance(settings, dict) else settings

@@ -11,21 +11,11 @@ from typing import Any
 import torch
 
 from outrider.cache.pool import LayerSpec
-from outrider.config import ModelConfig
+from outrider.config import Elsewhere, ModelConfig, declared
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading import hf_modules
 from outrider.loading.sources import local_folder
-
-#: What is taken from a generation config, and its name here; the same as vLLM takes.
-_GENERATION_DEFAULTS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-
+from outrider.params import SamplingParams
 
 #: Tokens of the longest text, and of the longest source, where a configuration sets no limit.
 LONGEST_TEXT = 2048
@@ -212,7 +202,8 @@ def _eos_token_ids(model: Any, text_config: Any, tokenizer: Any | None) -> froze
 
 
 def _generation_defaults(model: Any) -> dict[str, Any]:
-    """The values that it gives. `do_sample` is ignored, as in vLLM."""
+    """The values that it gives, the same as vLLM takes. `do_sample` is ignored, as in vLLM."""
     config = getattr(model, "generation_config", None)
-    found = {ours: getattr(config, theirs, None) for theirs, ours in _GENERATION_DEFAULTS.items()}
+    named = {ours: names.transformers for ours, names in declared(SamplingParams, Elsewhere) if names.transformers}
+    found = {ours: getattr(config, theirs, None) for ours, theirs in named.items()}
     return {name: value for name, value in found.items() if value is not None}

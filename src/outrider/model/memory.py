@@ -102,8 +102,8 @@ def make_blocks(
         kept = int(_STATES_SHARE * left) if cache.state_cache_mib is None else cache.state_cache_mib * 2**20
         states = KeptStates(kept // taken.by_state, max(1, STATE_SPACING // cache.block_size) * cache.block_size)
         left -= states.capacity * taken.by_state
-    if cache.num_tokens is not None:
-        tokens = cache.num_tokens
+    if cache.kv_cache_tokens is not None:
+        tokens = cache.kv_cache_tokens
     else:
         share = _BLOCKS_SHARE.get(loaded.device.type, _USUAL_BLOCKS_SHARE)
         longest_source = 0 if loaded.encoder is None else loaded.encoder.max_source_len
@@ -125,13 +125,13 @@ def _check_fit(
     """Raise ModelTooLargeError where running states, the blocks that there must be, and other parts take more than is
     free."""
     running, kept = taken.running(scheduling), (cache.state_cache_mib or 0) * 2**20
-    blocks = (cache.num_tokens or cache.block_size) * (taken.by_token + beside.by_token)
+    blocks = (cache.kv_cache_tokens or cache.block_size) * (taken.by_token + beside.by_token)
     if running + kept + blocks + beside.weights + beside.keys <= free:
         return
     needed = {
         f"the running states of max_num_seqs={scheduling.max_num_seqs} texts": running,
         "those of the prefix cache": kept,
-        "keys and values": blocks if cache.num_tokens is not None or not running else 0,
+        "keys and values": blocks if cache.kv_cache_tokens is not None or not running else 0,
         "the weights of draft models": beside.weights,
         "the target's keys and values": beside.keys,
     }
@@ -142,7 +142,7 @@ def _check_fit(
         most = (free - others) // taken.by_text
         ways.append(f"max_num_seqs={most} or less" if most > 0 else "a smaller max_num_seqs and max_num_batched_tokens")
     ways += ["a smaller state_cache_mib"] if kept else []
-    ways += ["a smaller kv_cache_tokens"] if cache.num_tokens is not None else []
+    ways += ["a smaller kv_cache_tokens"] if cache.kv_cache_tokens is not None else []
     ways += ["a smaller draft model"] if beside.weights or beside.keys else []
     problem = f"it needs {parts}, and {free / 1e9:.2f} GB of memory are available"
     remedy = f"Use {', '.join([*ways, 'or a machine with more memory'] if ways else ['a machine with more memory'])}."

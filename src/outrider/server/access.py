@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.errors import InvalidParameterError
 from outrider.server.errors import ApiError, log
 from outrider.server.lifecycle import request_id
-from outrider.server.requests import ServerSettings
+from outrider.server.settings import ServerSettings
 from outrider.server.wire import encoded, error_body
 
 #: In place of a name or an origin: all of them.

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from outrider.params import CompletionOutput
 from outrider.server.errors import ApiError, log
 from outrider.server.metrics import ServerMetrics
-from outrider.server.requests import Job, ServerSettings
+from outrider.server.requests import Job
+from outrider.server.settings import ServerSettings
 from outrider.server.tenants import ApiKeys
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, model_validator
 
+from outrider.config import Refusal
 from outrider.conversations import reads, shown_names
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedParameterError
-from outrider.server.schemas import ChatRequest, Refusal, Shape, Turn
+from outrider.server.schemas import SAME, ChatRequest, Shape, Turn
 
 # --- Shapes of requests.
 
@@ -38,10 +39,9 @@ _BILLING = "x-anthropic-billing-header:"
 #: Fields of chats that have no other name in this API, and so may stand in its requests too.
 _OF_CHATS = frozenset(
     {
-        *("seed", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
-        *("allowed_token_ids", "stop_token_ids", "min_tokens", "ignore_eos", "chat_template_kwargs", "prediction"),
+        *(SAME.keys() - {"n", "temperature", "top_p", "top_k", "stop"}),  # which it has itself, or leaves out
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        *("speculation", "priority", "store"),
+        *("speculation", "prediction", "priority", "store", "chat_template_kwargs"),
     }
 )
 

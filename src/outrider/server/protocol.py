@@ -16,7 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from outrider.server.connections import ASKED, SILENT, UPLOADING, Listener, Place
 from outrider.server.errors import ApiError, log
 from outrider.server.lifecycle import BEGAN
-from outrider.server.requests import MAX_HEADERS, ServerSettings, check_headers
+from outrider.server.requests import MAX_HEADERS, check_headers
+from outrider.server.settings import ServerSettings
 from outrider.server.wire import encoded
 
 #: A client that has closed its side is asked for a sign of life after so long, and then each time after twice as long.

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
-
-from outrider.config import Frozen, nearest
+from outrider.config import nearest
 from outrider.engine.admission import check_prompt_ids
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, UnsupportedParameterError
 from outrider.params import SamplingParams, StructuredOutputs
@@ -19,8 +17,8 @@ from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.propose.tree import MAX_ROWS
 from outrider.server.chat import encode, forced_calls, tool_use
 from outrider.server.errors import ApiError
-from outrider.server.schemas import MAX_LOGPROBS, ChatRequest, CommonRequest, CompletionRequest
-from outrider.server.tool_forms import FORMS, ToolForm
+from outrider.server.schemas import MAX_LOGPROBS, SAME, ChatRequest, CommonRequest, CompletionRequest
+from outrider.server.settings import ServerSettings
 from outrider.server.tools import ToolUse
 
 # --- The methods that a request may name: those that the server offers by name, since a request must not load a file.
@@ -111,94 +109,30 @@ def _changed(config: SpeculationConfig, settings: Mapping[str, Any]) -> Speculat
         raise type(error)(f"speculation.{error.field}", value, error.problem, remedy) from None
 
 
-# --- Settings of the server, beside the model.
-
-
-class ServerSettings(Frozen):
-    """Address, names and limits.
-
-    Attributes:
-        model_name: What clients call the model.
-        hosts: What requests may name as Host; None for anything. See `access.allowed_hosts`.
-        origins: Where pages may be from that ask, beside this server; "*" for anywhere.
-        max_queue: Sequences that may wait beside those that run; further requests are refused with 429.
-        max_n: Samples, prompts times n, of one request.
-        max_stops: Stop strings of one request.
-        max_list_items: Entries of logit_bias, bad_words, stop_token_ids or allowed_token_ids, each by itself.
-        max_list_characters: Of the texts in stop, and of those in bad_words.
-        max_body_bytes: Of one request.
-        max_body_values: Names and values in the body of one request; reading them takes time in which nothing else is read.
-        max_structure_bytes: Of a JSON schema, regular expression or grammar.
-        step_seconds: An engine that has been at work on one step for so long hangs, and is of no use any more.
-        request_seconds: So long after its first byte a request is ended with an error; None for no limit.
-        header_seconds: How long a connection may take until the headers of its request are there.
-        body_seconds: How long the body of a request may take to come.
-        template_seconds: CPU that a chat template may take for one conversation.
-        template_mib: Memory that it may take.
-        tool_parser: The form in which the model writes calls of tools; None for what its chat template teaches.
-    """
-
-    model_name: str = Field(min_length=1, description="Use a name.")
-    hosts: tuple[str, ...] | None = None
-    origins: tuple[str, ...] = ()
-    max_queue: int = Field(256, ge=0, description="Use 0 or more.")
-    max_n: int = Field(16, ge=1, description="Use 1 or more.")
-    max_stops: int = Field(16, ge=0, description="Use 0 or more.")
-    max_list_items: int = Field(1024, ge=0, description="Use 0 or more.")
-    max_list_characters: int = Field(16 * 2**10, ge=0, description="Use 0 or more.")
-    max_body_bytes: int = Field(4 * 2**20, ge=1, description="Use 1 or more.")
-    max_body_values: int = Field(100_000, ge=1, description="Use 1 or more.")
-    max_structure_bytes: int = Field(64 * 2**10, ge=1, description="Use 1 or more.")
-    step_seconds: float = Field(120.0, gt=0, description="Use a number of seconds above 0.")
-    request_seconds: float | None = Field(None, gt=0, description="Use a number of seconds above 0, or None.")
-    header_seconds: float = Field(30.0, gt=0, description="Use a number of seconds above 0.")
-    body_seconds: float = Field(60.0, gt=0, description="Use a number of seconds above 0.")
-    template_seconds: float = Field(2.0, gt=0, description="Use a number of seconds above 0.")
-    template_mib: int = Field(512, ge=1, description="Use 1 or more.")
-    tool_parser: ToolForm | None = Field(None, description=f"Use one of {', '.join(sorted(FORMS))}.")
-
-
 # --- Job: a checked request with its prompts as tokens, its parameters and its tenant.
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is completed.
+    """What is completed."""
 
-    Attributes:
-        token_ids: Never changed by the engine.
-        text: As it was given, or as the tokens read; empty where nobody wants it back.
-        first: How the first token reads.
-    """
-
-    token_ids: tuple[int, ...]
-    text: str = ""
-    first: str = ""
+    token_ids: tuple[int, ...]  # never changed by the engine
+    text: str = ""  # as it was given, or as the tokens read; empty where nobody wants it back
+    first: str = ""  # how the first token reads
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the engine is asked to write.
-
-    Attributes:
-        asked: The request.
-        prompts: One or more, and `params.n` samples of each.
-        params: For all of them.
-        speculation: Who drafts.
-        namespace: Whose it is.
-        is_silent: Whether no token is told: only the prompt and its log probabilities are wanted.
-        is_recorded: Whether somebody else than the client wants to know of its rounds.
-        tools: How calls of tools, and thoughts, are heard in the texts; None where there are none.
-    """
+    """What the engine is asked to write."""
 
     asked: CommonRequest
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt, ...]  # one or more, and `params.n` samples of each
     params: SamplingParams
-    speculation: SpeculationConfig
+    speculation: SpeculationConfig  # who drafts
     namespace: str | None
-    is_silent: bool = False
-    is_recorded: bool = False
-    tools: ToolUse | None = None
+    is_silent: bool = False  # whether no token is told: only the prompt and its log probabilities are wanted
+    is_recorded: bool = False  # whether somebody else than the client wants to know of its rounds
+    tools: ToolUse | None = None  # how calls of tools, and thoughts, are heard in the texts; None where there are none
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -224,24 +158,15 @@ class Job:
 
 @dataclass(frozen=True)
 class JobMaker:
-    """Makes jobs of requests, in any thread.
-
-    Attributes:
-        prompts: Encodes.
-        defaults: The model's own parameters.
-        longest: Tokens that a text may have, prompt and output together.
-        allowed: The methods of the server.
-        settings: Its limits.
-        vocab_size: Token ids that the model knows.
-        text_start: What every text begins with, where an encoder reads the prompt; None where it begins with the prompt.
-    """
+    """Makes jobs of requests, in any thread."""
 
     prompts: PromptEncoder
-    defaults: SamplingParams
-    longest: int
-    allowed: AllowedMethods
+    defaults: SamplingParams  # the model's own parameters
+    longest: int  # tokens that a text may have, prompt and output together
+    allowed: AllowedMethods  # the methods of the server
     settings: ServerSettings
-    vocab_size: int
+    vocab_size: int  # token ids that the model knows
+    #: What every text begins with, where an encoder reads the prompt; None where it begins with the prompt.
     text_start: tuple[int, ...] | None = None
 
     def make(self, asked: CommonRequest, namespace: str | None) -> Job:
@@ -314,25 +239,6 @@ class JobMaker:
 # --- Translates requests to the engine's settings, and the engine's errors back to the request's field names.
 
 
-#: Fields that have the same name and meaning inside.
-_SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "stop",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-)
 #: What structured_outputs calls the kinds of structure, and their names inside.
 _STRUCTURES = {
     "json": "json_schema",
@@ -359,7 +265,7 @@ def sampling(asked: CommonRequest, defaults: SamplingParams, room: int, settings
     Raises:
         InputError: A value is out of range, or settings contradict each other.
     """
-    given = {name: getattr(asked, name) for name in _SAME if getattr(asked, name) is not None}
+    given = {name: getattr(asked, name) for name in SAME if getattr(asked, name) is not None}
     if given.get("stop") in ("", []):
         del given["stop"]  # clients that mean none
     if given.get("seed") == _NONE:

@@ -116,7 +116,6 @@ def serve(
     place: Listener,
     hangups: Hangups,
     *,
-    drain_seconds: int,
     profile: Path | None = None,
     **tls: Any,
 ) -> None:
@@ -130,7 +129,6 @@ def serve(
         service: What to serve.
         place: Where.
         hangups: Those that came while the model was loaded, and those to come.
-        drain_seconds: How long requests may take to finish at the end; then they are ended with an error.
         profile: Who drafts, as `outrider tune` says; None where the command says it.
         tls: Options of uvicorn that begin with ssl_.
     """
@@ -148,7 +146,7 @@ def serve(
     )
     signal.signal(signal.SIGTERM, _end)  # uvicorn sends itself what it was sent once it has ended
     place.handshake_seconds, place.is_tls = service.settings.header_seconds, bool(tls)
-    server = _Server(config, service, place, drain_seconds, Renewal(service, profile), hangups)
+    server = _Server(config, service, place, Renewal(service, profile), hangups)
     try:
         server.run(sockets=[place])
     finally:
@@ -163,7 +161,6 @@ class _Server(uvicorn.Server):
         config: Of uvicorn.
         service: What it serves.
         listener: Where.
-        drain_seconds: How long requests may take to finish.
         renewal: What SIGHUP asks for.
         hangups: When it asks for it.
     """
@@ -173,13 +170,12 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         service: Service,
         listener: Listener,
-        drain_seconds: int,
         renewal: Renewal,
         hangups: Hangups,
     ) -> None:
         super().__init__(config)
         self._listener, self._hangups = listener, hangups
-        self._service, self._drain_seconds, self._renewal = service, drain_seconds, renewal
+        self._service, self._renewal = service, renewal
         self._renewing: set[asyncio.Task[None]] = set()
         self._end: float | None = None
         self._has_cut_off = self._hangs = False
@@ -242,7 +238,7 @@ class _Server(uvicorn.Server):
     def _is_drained(self) -> bool:
         service, now = self._service, monotonic()
         if self._end is None:
-            service.draining, self._end = True, now + self._drain_seconds
+            service.draining, self._end = True, now + service.settings.drain_seconds
             log("ending", {"texts": service.num_texts})
         if now >= self._end and not self._has_cut_off:
             self._has_cut_off = True

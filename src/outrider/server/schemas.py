@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+    ValidationError,
+    create_model,
+)
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails
 
-from outrider.config import unknown_setting
+from outrider.config import Asked, Elsewhere, Refusal, declared, unknown_setting
 from outrider.errors import InputError, InvalidParameterError, UnsupportedParameterError
 from outrider.params import SamplingParams
 from outrider.server.errors import ApiError
@@ -26,23 +35,8 @@ _ONE_SERVER = "there is one server"
 _ONE_LIBRARY = "there is one library for structures"
 _TRANSPORT = "pieces are sent as they are written"
 _OTHER_LAW = "it draws from other probabilities than those of the model and of the settings that are known here"
-_LEAVE = "Leave it out."
 _STRUCTURES = "Use structured_outputs with json, regex, choice, grammar or json_object."
 _HEADER = "Send the header x-request-id."
-
-
-class Refusal(NamedTuple):
-    """What is said of a field that is known elsewhere.
-
-    Attributes:
-        reason: Why it is not taken.
-        remedy: What to do instead.
-        neutral: Values that ask for nothing, which are taken.
-    """
-
-    reason: str
-    remedy: str = _LEAVE
-    neutral: tuple[Any, ...] = ()
 
 
 #: Fields of OpenAI that change no text. Clients send them by habit, and they are passed over with a warning.
@@ -92,8 +86,11 @@ _REFUSED: dict[str, Refusal] = {
     "repetition_detection": Refusal("a text ends at a stop, at its length or at its end", "Use repetition_penalty."),
     "thinking_token_budget": Refusal("thoughts are text like all other", "Use max_tokens.", (-1,)),
     "stream_interval": Refusal(_TRANSPORT, neutral=(1,)),
-    "n_predict": Refusal("it is llama.cpp's name", "Use max_tokens."),
-    "repeat_penalty": Refusal("it is llama.cpp's name", "Use repetition_penalty."),
+    **{
+        names.llama_cpp: Refusal("it is llama.cpp's name", f"Use {ours}.")
+        for ours, names in declared(SamplingParams, Elsewhere)
+        if names.llama_cpp
+    },
     "n_probs": Refusal("it is llama.cpp's name", "Use logprobs, or top_logprobs in a chat."),
     "cache_prompt": Refusal("beginnings that were computed before are always used", neutral=(True,)),
     "grammar": Refusal("it is llama.cpp's name", "Use guided_grammar."),
@@ -394,23 +391,31 @@ class StructureShape(Shape):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, alias_generator=lambda name: name.rstrip("_"))
 
 
+#: Parameters that requests give by the same names, with what they are there.
+SAME = dict(declared(SamplingParams, Asked))
+_Request = TypeVar("_Request", bound=type[Shape])
+
+
+def _with_parameters(kind: _Request) -> _Request:
+    """The same object of a request, with the fields that are parameters."""
+    added: dict[str, Any] = {
+        name: (asked.kind | None, Field(None, description=asked.description)) for name, asked in SAME.items()
+    }
+    found = create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **added)
+    return cast(_Request, found)
+
+
+@_with_parameters
 class CommonRequest(Shape):
-    """What completions and chat completions have in common."""
+    """What completions and chat completions have in common, beside parameters."""
 
     passed_over: ClassVar[frozenset[str]] = IGNORED
 
     model: str | None = None
-    n: int | None = None
+    n: int | None = None  # a parameter as well, which is read before the others
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = Field(None, description="Use a text or a list of texts.")
     response_format: ResponseFormat | None = Field(
         None,
         description='Use {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}, ...}}.',
@@ -422,15 +427,7 @@ class CommonRequest(Shape):
     safety_identifier: str | None = None
     store: bool | None = None
     # vLLM's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
     priority: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     structured_outputs: StructureShape | None = None

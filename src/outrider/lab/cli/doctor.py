@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
+from outrider.cli.flags import with_options
 from outrider.errors import InvalidParameterError
 
 if TYPE_CHECKING:
@@ -37,23 +38,18 @@ _OR_INVARIANT = ", or load the model with batch_invariant=True (--batch-invarian
 _ON_GPU = "attention, probabilities and draws in our Triton kernels, the rest by stock operators of PyTorch"
 
 
+@with_options()
 def doctor(
     model: options.Model = None,
     wide: options.Wide = False,
-    method: options.Method = None,
-    draft_model: options.DraftModel = None,
-    num_draft_tokens: options.NumDraftTokens = None,
-    rule: options.Rule = None,
-    tree: options.Tree = None,
+    *,
+    drafting: options.TreeDrafting,
     batch: Annotated[int, typer.Option("--batch", "-b", help="Texts at a time.")] = 1,
     prompts: Annotated[Path | None, typer.Option(help='Your own texts: JSONL of {"prompt": ...}.')] = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Rounds of texts that are written.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 48,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 1.0,
-    dtype: options.DType = "auto",
-    device: options.Device = None,
-    quantization: options.Quantization = None,
-    activations: options.Activations = None,
+    loading: options.Loading,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     no_color: options.NoColor = False,
 ) -> None:
@@ -65,19 +61,14 @@ def doctor(
 
     _check(batch, num_prompts, max_tokens)
     if wide:
-        model, draft_model = options.wide_pair(model, method, draft_model, dtype)
-    asked = options.speculation(method, draft_model, num_draft_tokens, rule, tree)
+        model, drafting = options.wide_pair(model, drafting, loading["dtype"])
+    asked = drafting.config()
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
-    how = {
-        "dtype": dtype,
-        "device": device,
-        "quantization": quantization,
-        "activations": activations,
-        "max_num_seqs": max(batch, 32),
-    }
+    how = {**loading, "max_num_seqs": max(batch, 32)}
     llm = options.load(notes, model, "none", chats=False, prefix_caching=False, **how)
     sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
     with _progress(notes) as progress:
+        quantization, activations = loading["quantization"], loading["activations"]
         rounded = quantization is not None or llm.engine.runner.loaded.rounds_rows
         rows = {"quantization": quantization, "tries_rows": activations is None and _may_round_rows(llm, quantization)}
         report = _examine(llm, asked, sample, progress, rounded=rounded, **rows)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, fields
-from functools import wraps
-from inspect import Parameter, Signature, signature
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli import options
+from outrider.cli.flags import option, with_options
+from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ class Training:
     teacher: Annotated[
         str, typer.Option(help="forward runs the target; hidden_states or top_k take what the data hold.")
     ] = "forward"
-    dtype: options.DType = "auto"
-    activations: options.Activations = None
+    dtype: Annotated[str, option(ModelConfig, "dtype")] = "auto"
+    activations: Annotated[str | None, option(ModelConfig, "activations")] = None
     as_json: AsJson = False
 
     def job(self, num_draft_tokens: int) -> Job:
@@ -87,36 +88,8 @@ class Training:
         return Job(**places, settings=TrainSettings(**settings))
 
 
-def with_training(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command that takes the options of `Training` behind its own, and gets them as its first argument.
-
-    Args:
-        defaults: Of this command, where they are not those of `Training`.
-    """
-    names = [field.name for field in fields(Training)]
-    hints = get_type_hints(Training, include_extras=True)
-    usual = {field.name: defaults.get(field.name, field.default) for field in fields(Training)}
-    required = {field.name for field in fields(Training) if field.default is MISSING}
-
-    def parameter(name: str) -> Parameter:
-        default = Parameter.empty if name in required else usual[name]
-        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = get_type_hints(command, include_extras=True)
-        _, *others = signature(command).parameters.values()
-
-        @wraps(command)
-        def run(**given: Any) -> None:
-            command(Training(**{name: given.pop(name) for name in names}), **given)
-
-        found = [each.replace(annotation=own[each.name], kind=Parameter.KEYWORD_ONLY) for each in others]
-        shared = [parameter(name) for name in names]
-        run.__signature__ = Signature([*shared[:3], *found, *shared[3:]])  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in (*found, *shared)} | {"return": None}
-        return run
-
-    return decorate
+#: A command that takes the options of `Training` around its own, and its own defaults for them.
+with_training = partial(with_options, 3)
 
 
 # --- The commands.
@@ -131,6 +104,7 @@ app = typer.Typer(
 
 
 @app.command()
+@with_options()
 def data(
     prompts: Annotated[Path, typer.Option(help="A .jsonl file of prompts or conversations, a text, or a folder of these.")],
     out: Annotated[Path, typer.Option(help="Folder of the data. The same command goes on where it was broken off.")],
@@ -148,9 +122,8 @@ def data(
     ] = None,
     target_top_k: Annotated[int, typer.Option(help="Keep the target's likeliest next tokens and their logits.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
-    dtype: options.DType = "auto",
-    device: options.Device = None,
-    activations: options.Activations = None,
+    *,
+    loading: options.Loading,
     as_json: AsJson = False,
 ) -> None:
     """Let the target write training data on your prompts."""
@@ -180,9 +153,7 @@ def data(
             out,
             settings,
             target=target,
-            dtype=dtype,
-            device=device,
-            activations=activations,
+            **loading,
             limit=limit,
             on_progress=lambda done, total: bar("texts", done, total),
             on_size=lambda size: console.print(f"up to {size / 2**20:,.1f} MiB will be added to {out}", soft_wrap=True),

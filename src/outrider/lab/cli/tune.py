@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
+from outrider.cli.flags import with_options
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.lab.cli.progress import shown_progress
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _PLOT, _PROFILE = "measured_and_predicted.png", "profile.json"
 
 
+@with_options()
 def tune(
     model: options.Model = None,
     wide: options.Wide = False,
@@ -45,10 +47,8 @@ def tune(
     num_texts: Annotated[int, typer.Option("--num-texts", "-n", help="Most texts that are used.")] = 6,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each text that is written.")] = 48,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="Of your traffic; 0 is greedy.")] = 1.0,
-    dtype: options.DType = "auto",
-    device: options.Device = None,
-    quantization: options.Quantization = None,
-    activations: options.Activations = None,
+    *,
+    loading: options.Loading,
     out: Annotated[Path, typer.Option(help="Folder for the profile, the results and the plot.")] = Path("tuning"),
     as_json: Annotated[bool, typer.Option("--json", help="The results as JSON instead of a table.")] = False,
     no_color: options.NoColor = False,
@@ -65,14 +65,14 @@ def tune(
     _check(concurrency, num_texts, max_tokens, temperature, {"traffic": traffic, "log": log, "data": data})
     _open(out)
     if wide:
-        model, draft_model = options.wide_pair(model, None, draft_model, dtype)
+        model, drafting = options.wide_pair(model, options.Drafting(draft_model=draft_model), loading["dtype"])
+        draft_model = drafting.draft_model
     notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
     found = _traffic(model, traffic, log, data, max_tokens)
     for line in found.bad:
         notes.print(f"{found.source}, {line}", style="yellow", markup=False)
-    how = {"dtype": dtype, "device": device, "quantization": quantization, "activations": activations}
     plan = {"concurrency": concurrency, "temperature": temperature, "num_texts": num_texts, "generate": log is None}
-    results, profile = _tune(notes, model, draft_model, way or [], found, plan, how)
+    results, profile = _tune(notes, model, draft_model, way or [], found, plan, loading)
     _write(results, profile, out)
     if as_json:
         sys.stdout.write(results.model_dump_json() + "\n")

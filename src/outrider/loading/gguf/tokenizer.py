@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from outrider.config import Elsewhere, declared
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf.header import GgufFile
 from outrider.loading.gguf.splitting import SPLITTINGS, Splitting, kinds_of_splitting
+from outrider.params import SamplingParams
 
 _AGAIN = "Download the file again."
 _UNKNOWN = 'Pass tokenizer="FOLDER or hub id" of the original checkpoint.'
@@ -114,17 +116,9 @@ def _ends_by_text(vocabulary: _Vocabulary) -> set[int]:
 
 def sampling_defaults(file: GgufFile) -> dict[str, float]:
     """How texts are drawn where a request leaves it open, by the names of SamplingParams; not validated."""
-    found = {ours: file.metadata.get(f"general.sampling.{theirs}") for ours, theirs in _SAMPLING.items()}
+    named = {ours: names.gguf for ours, names in declared(SamplingParams, Elsewhere) if names.gguf}
+    found = {ours: file.metadata.get(f"general.sampling.{theirs}") for ours, theirs in named.items()}
     return {name: _shortest(value) for name, value in found.items() if value is not None}
-
-
-_SAMPLING = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
-}
 
 
 def _shortest(value: Any) -> Any:

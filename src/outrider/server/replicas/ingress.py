@@ -20,7 +20,8 @@ from outrider.server.lifecycle import api_key, read_body
 from outrider.server.metrics import MEDIA_TYPE
 from outrider.server.replicas.machines import keep_replica_local
 from outrider.server.replicas.routing import Opening, Parcel, beginnings, merged
-from outrider.server.requests import ServerSettings, check_headers, check_values
+from outrider.server.requests import check_headers, check_values
+from outrider.server.settings import ServerSettings
 from outrider.server.tenants import ApiKeys
 from outrider.server.wire import DONE, error_body, failure, is_of_messages
 

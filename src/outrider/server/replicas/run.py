@@ -25,8 +25,8 @@ from outrider.server.errors import log, write_logs
 from outrider.server.replicas.ingress import Ingress, Inside
 from outrider.server.replicas.machines import Machine, Share, keep_replica_local, threads_of
 from outrider.server.replicas.routing import Opening, Parcel, PrefixIndex
-from outrider.server.requests import ServerSettings
 from outrider.server.service import Service
+from outrider.server.settings import ServerSettings
 from outrider.server.streams import PARTING_SECONDS
 from outrider.server.tenants import ApiKeys
 
@@ -81,7 +81,6 @@ def serve_replicas(
     keys: ApiKeys,
     *,
     slack: int,
-    drain_seconds: int,
     **http: Any,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C inside a cluster, then refuse what is new and let those who are being served finish.
@@ -93,7 +92,6 @@ def serve_replicas(
         settings: Names and limits.
         keys: Who may ask.
         slack: See PrefixIndex.
-        drain_seconds: How long requests may take to finish at the end; then they are ended.
         http: Options of Ray Serve's HTTPOptions.
 
     Raises:
@@ -108,7 +106,7 @@ def serve_replicas(
         except Exception as error:
             problem = f"the replicas do not start ({_reason(error)})"
             raise OtherEngineError("Ray Serve", problem, "Correct what it names.") from error
-        stack.callback(_drain, drain_seconds)
+        stack.callback(_drain, settings.drain_seconds)
         look()  # so that the log tells of the replicas before it says that they listen
         scheme = "https" if options.ssl_certfile else "http"
         host = f"[{options.host}]" if ":" in str(options.host) else options.host
