@@ -100,6 +100,14 @@ def test_a_draft_behind_another_proposers_takes_the_places_that_come_after(
     check_behind_another(made, "two layers", 3, monkeypatch)
 
 
+def test_layers_whose_rows_are_wider_than_what_is_kept_read_texts(made: Made) -> None:
+    """Our kernels compute rows in float32, and a target of 16 bits keeps 16 bits."""
+    llm = load(made, dtype="bfloat16")
+    outputs = llm.generate(PROMPTS, GREEDY, speculation=made.way("two layers"))
+    assert faults(outputs) == 0
+    assert llm.stats.finished.num_draft_tokens > 0
+
+
 def _masks_have_the_feature_of_the_text(patch: pytest.MonkeyPatch) -> None:
     stock = BlockRunner.draft
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError
+from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, StorageError
 from outrider.heads.checkpoint import FILE, Witness, load_heads, save_heads, witness_tokens
 from outrider.heads.networks import (
     BlockwiseConfig,
@@ -172,7 +172,7 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StorageError, match="No space"):
         save_heads(tmp_path, made(CONFIGS[0], seed=1), witness())
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == [FILE]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import HeadMismatchError, InputError, InvalidParameterError, ModelLoadError
+from outrider.files import write_tensors
 from outrider.heads.networks import HeadNetwork, HeadsConfig, HeadTarget, RowHeadsConfig, build_network, read_config
 from outrider.kernels.library import kernel_library
 from outrider.kernels.linear import packed_for, use_packed_linear
@@ -58,28 +59,10 @@ class Heads(NamedTuple):
 
 
 def save_heads(folder: str | os.PathLike[str], network: HeadNetwork, witness: Witness) -> Path:
-    """Write heads to a folder, which is made if need be; heads that are there already are replaced.
-
-    Returns:
-        The file.
-    """
-    from safetensors.torch import save
-
+    """Write heads to a folder, which is made if need be, and return the file; heads that are there already are replaced."""
     _check_witness(witness, network.config)
-    tensors = {name: w.detach().cpu().contiguous() for name, w in network.state_dict().items()}
-    tensors |= {_TOKENS: witness.token_ids.cpu().contiguous(), _FEATURES: witness.features.float().cpu().contiguous()}
-    data = save(tensors, {_METADATA: json.dumps(network.config.as_mapping())})
-    path = Path(folder) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    path, seen = Path(folder) / FILE, {_TOKENS: witness.token_ids, _FEATURES: witness.features.float()}
+    write_tensors(path, network.state_dict() | seen, {_METADATA: json.dumps(network.config.as_mapping())})
     return path
 
 

@@ -102,20 +102,9 @@ _DOWNLOAD = "Download or save the checkpoint again."
 _UNUSED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
-class KeptWidths(NamedTuple):
-    """A layer keeps of a token so many heads with keys and values of so many numbers."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-
-
 class LoneDecoder(nn.Module):
-    """A decoder layer behind which a norm comes. Its rows see what they are told.
-
-    Args:
-        model: A causal language model of one layer; taken over.
-    """
+    """A decoder layer behind which a norm comes, of a causal language model of one layer, which is taken over. Its rows see
+    what they are told."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -131,24 +120,16 @@ class LoneDecoder(nn.Module):
         return norm
 
     def forward(self, states: Tensor, positions: Sequence[int], look: Look) -> Tensor:
-        """Returns the rows [n, hidden_size] that the layer leaves, behind the norm.
-
-        Args:
-            states: [n, hidden_size] what the layer reads.
-            positions: Of the rows.
-            look: Is given their keys and values.
-
-        Returns:
-            [n, hidden_size]
-        """
+        """Returns the rows [n, hidden_size] that the layer leaves at positions, behind the norm, of states [n,
+        hidden_size]. `look` is given their keys and values."""
         with _looking(look):
             places = torch.tensor([list(positions)], device=states.device)
             left: Tensor = self.stack(inputs_embeds=states[None], position_ids=places, use_cache=False).last_hidden_state[0]
         return left
 
     def keys_and_values(self, states: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """What the layer keeps of rows, [n, num_kv_heads, dim] each; the arguments are those of `forward`. What comes
-        behind the keys and values is not computed."""
+        """Keys and values that the layer keeps of rows, [n, num_kv_heads, dim] each. What comes behind them is not
+        computed."""
 
         def stop(keys: Tensor, values: Tensor) -> list[SeenContext]:
             raise _EnoughError(keys, values)
@@ -196,12 +177,13 @@ def lone_config(config: Any, *, experts: bool, layer_type: str | None) -> Any:
     return lone
 
 
-def kept_widths(config: Any) -> KeptWidths:
-    """Returns the widths that the layer of a `lone_config` keeps of a token, as its own code says."""
+def kept_widths(config: Any) -> tuple[int, int, int]:
+    """Returns how many heads the layer of a `lone_config` keeps of a token, and the widths of their keys and values, as its
+    own code says."""
     with torch.device("meta"):
         decoder = LoneDecoder(empty_lone(str(config.model_type), config))
         keys, values = decoder.keys_and_values(torch.empty(1, config.hidden_size, dtype=decoder.stack.dtype), [0])
-    return KeptWidths(keys.shape[1], keys.shape[2], values.shape[2])
+    return keys.shape[1], keys.shape[2], values.shape[2]
 
 
 def load_lone_decoder(

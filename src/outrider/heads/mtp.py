@@ -78,9 +78,9 @@ def open_mtp(target: Target, folder: str | None = None) -> HeadRunner[MtpNetwork
 
 def mtp_shape(config: MtpConfig) -> AddedShape:
     """Shape of what such layers keep of a text."""
-    kept = kept_widths(config.layer)
+    num_heads, key_dim, value_dim = kept_widths(config.layer)
     features = config.num_layers * int(config.layer.hidden_size)
-    return AddedShape(config.num_layers, kept.num_heads, kept.key_dim, features, kept.value_dim)
+    return AddedShape(config.num_layers, num_heads, key_dim, features, value_dim)
 
 
 def load_mtp_layer(

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -44,12 +45,12 @@ class _Layout(NamedTuple):
     """How a family names these tensors."""
 
     prefix: str  # what comes before the names in a layer, with {} for its number
-    first: int | None  # number of the first layer; None for the number of the model's layers
-    shared: str | None  # what comes before names that all layers share; None where each has its own
     own: Mapping[str, str]  # names here of tensors beside the decoder layer, by theirs
-    renamed: Mapping[str, str]  # names of the model's layers, by other names of the same tensors
-    unused: tuple[str, ...]  # copies of the target's tensors
-    layer_type: str  # kind of attention, where the model has several
+    first: int | None = 0  # number of the first layer; None for the number of the model's layers
+    shared: str | None = None  # what comes before names that all layers share; None where each has its own
+    renamed: Mapping[str, str] = MappingProxyType({})  # names of the model's layers, by other names of the same tensors
+    unused: tuple[str, ...] = ()  # copies of the target's tensors
+    layer_type: str = "full_attention"  # kind of attention, where the model has several
     hidden_first: bool = False  # whether the hidden state comes before the embedding
 
     @property
@@ -58,48 +59,35 @@ class _Layout(NamedTuple):
         return re.compile(re.escape(self.prefix).replace(r"\{\}", r"(\d+)") + "(.+)")
 
 
-_OWN = {"eh_proj.weight": "fc", "enorm.weight": "embedding_norm", "hnorm.weight": "hidden_norm"}
+_QWEN = {
+    "fc.weight": "fc",
+    "pre_fc_norm_embedding.weight": "embedding_norm",
+    "pre_fc_norm_hidden.weight": "hidden_norm",
+    "norm.weight": "norm",
+}
+_DEEPSEEK = {"eh_proj.weight": "fc", "enorm.weight": "embedding_norm", "hnorm.weight": "hidden_norm"}
 _MIMO = {
     "input_proj.weight": "fc",
     "token_layernorm.weight": "embedding_norm",
     "hidden_layernorm.weight": "hidden_norm",
     "final_layernorm.weight": "norm",
 }
-_SPECULATORS = _Layout("mtp_layers.{}.", 0, None, _MIMO, {}, (), "full_attention")
+_SPECULATORS = _Layout("mtp_layers.{}.", _MIMO)
 _LAYOUTS = (
-    _Layout(
-        "mtp.layers.{}.",
-        0,
-        "mtp.",
-        {
-            "fc.weight": "fc",
-            "pre_fc_norm_embedding.weight": "embedding_norm",
-            "pre_fc_norm_hidden.weight": "hidden_norm",
-            "norm.weight": "norm",
-        },
-        {},
-        (),
-        "full_attention",
-    ),
+    _Layout("mtp.layers.{}.", _QWEN, shared="mtp."),
     _Layout(
         "model.mtp.layers.{}.",
-        0,
-        None,
-        {**_OWN, "final_layernorm.weight": "norm"},
-        {"pre_mlp_layernorm.weight": "post_attention_layernorm.weight"},
-        (),
-        "sliding_attention",
+        {**_DEEPSEEK, "final_layernorm.weight": "norm"},
+        renamed={"pre_mlp_layernorm.weight": "post_attention_layernorm.weight"},
+        layer_type="sliding_attention",
     ),
-    _Layout("model.mtp_layers.{}.", 0, None, _MIMO, {}, (), "full_attention", hidden_first=True),
+    _Layout("model.mtp_layers.{}.", _MIMO, hidden_first=True),
     _SPECULATORS,
     _Layout(
         "model.layers.{}.",
-        None,
-        None,
-        {**_OWN, "shared_head.norm.weight": "norm"},
-        {},
-        ("shared_head.head.weight", "embed_tokens.weight"),
-        "full_attention",
+        {**_DEEPSEEK, "shared_head.norm.weight": "norm"},
+        first=None,
+        unused=("shared_head.head.weight", "embed_tokens.weight"),
     ),
 )
 

@@ -20,7 +20,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.errors import InvalidParameterError
-from outrider.files import storing
 from outrider.heads.checkpoint import describe_target, save_heads, take_witness
 from outrider.heads.networks import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig, build_network
 from outrider.lab.train.batches import Batch
@@ -136,9 +135,8 @@ class TrainedHeads(Trainee):
         return chain_tau(acceptance[:num_draft_tokens])
 
     def save(self, folder: Path) -> None:
-        with storing(folder):
-            network: Any = self.module
-            save_heads(folder, network, take_witness(self._target.model, self._config))
+        network: Any = self.module
+        save_heads(folder, network, take_witness(self._target.model, self._config))
 
     def speculation(self, folder: Path) -> dict[str, Any]:
         return {"method": self._settings.method, "model": str(folder)}
