@@ -26,7 +26,7 @@ import numpy as np
 
 from outrider import LLM, SamplingParams, SpeculationConfig, StructuredOutputs
 from outrider.config import default_model
-from outrider.engine import scheduler
+from outrider.engine.drafting import planning
 from outrider.results import FORCED
 from outrider.server.tools import calls_grammar
 from outrider.widen import wide_target
@@ -103,7 +103,7 @@ class Text:
 
 def write(llm: LLM, prompt: str, structure: StructuredOutputs, way: str, seed: int, num_texts: int) -> Text:
     forces, method = WAYS[way]
-    before, scheduler.MOST_FORCED = scheduler.MOST_FORCED, scheduler.MOST_FORCED if forces else 0
+    before, planning.MOST_FORCED = planning.MOST_FORCED, planning.MOST_FORCED if forces else 0
     try:
         config, tokens = llm.resolve(SpeculationConfig.of(method)), llm.encode(prompt)
         requests = []
@@ -119,7 +119,7 @@ def write(llm: LLM, prompt: str, structure: StructuredOutputs, way: str, seed: i
         forced = sum(seq.stats.accepted_by_method.get(FORCED, 0) for seq in sequences)
         return Text(tuple(tuple(seq.output_token_ids) for seq in sequences), seconds, passes, gains, forward, forced)
     finally:
-        scheduler.MOST_FORCED = before
+        planning.MOST_FORCED = before
 
 
 def forced_share(llm: LLM, token_ids: Sequence[int], structure: StructuredOutputs) -> tuple[int, int]:

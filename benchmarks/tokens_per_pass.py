@@ -51,7 +51,7 @@ def ratio(one: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
 
 def trees(llm: LLM, prompts: Sequence[str], rows: int, rounds: int) -> dict[str, Any]:
     """Best-first and Sequoia's trees beside the chain of as many rows, and what Sequoia's programme expected."""
-    llm.engine.builders.use_pace(FixedPace(WIDE))
+    llm.engine.drafting.builders.use_pace(FixedPace(WIDE))
     shapes: dict[str, Any] = {"chain": (), "best_first": "best_first", "sequoia": "sequoia"}
     runs, ranks = {}, {}
     for name, shape in shapes.items():
@@ -59,7 +59,7 @@ def trees(llm: LLM, prompts: Sequence[str], rows: int, rounds: int) -> dict[str,
         way = {"method": "draft_model", "num_draft_tokens": rows, "tree": shape}
         runs[name] = written(llm, prompts, way, rounds, lambda: None)
         ranks[name] = llm.engine.stats.finished.copy()
-    builder = llm.engine.builders.of(llm.proposers.get(llm.resolve({"method": "draft_model"}).method), "sequoia")
+    builder = llm.engine.drafting.builders.of(llm.proposers.find(llm.resolve({"method": "draft_model"}).method), "sequoia")
     assert isinstance(builder, SequoiaTree)
     planned = builder.plan((Law.SAMPLED, False), rows)
     return {

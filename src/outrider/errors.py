@@ -41,6 +41,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from copy import deepcopy
+from types import TracebackType
 from typing import Any, Self, SupportsIndex
 
 
@@ -444,3 +445,22 @@ def _deep_copied(value: object, substitute: str | None, memo: dict[int, Any]) ->
         return deepcopy(value, memo)
     except Exception:  # copy passes on whatever the value's own methods raise
         return substitute
+
+
+# --- Containment: code of others runs, and what it raises goes no further.
+
+
+class Contained:
+    """A block of code of others: what it raises is handed to `report` and goes no further, an interrupt excepted."""
+
+    def __init__(self, report: Callable[[BaseException], object]) -> None:
+        self._report = report
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if error is None or isinstance(error, KeyboardInterrupt):
+            return False
+        self._report(error)
+        return True

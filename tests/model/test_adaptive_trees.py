@@ -46,7 +46,7 @@ def test_a_proposer_of_any_class_has_trees_that_learn(tree: Any) -> None:
     output = llm.generate("a", SamplingParams(max_tokens=12), speculation=config)[0]
     assert output.stats.num_proposer_faults == 0
     assert llm.proposers.get(Flat()) is llm.proposers.get(Flat())
-    assert set(llm.engine.proposers.trees_of(llm.proposers.get(Flat()))) == {tree}
+    assert set(llm.engine.proposers.find(Flat()).trees) == {tree}
 
 
 def test_passes_are_measured_apart_from_the_texts() -> None:

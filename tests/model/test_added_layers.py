@@ -93,7 +93,7 @@ def test_a_prefix_is_shared_as_far_as_the_layers_that_are_needed_hold_it(llm: LL
 
 
 def test_a_text_that_turns_to_the_head_late_is_written_all_the_same(llm: LLM) -> None:
-    llm.engine.scheduler.planner = lambda seq: (HEAD,) if seq.num_output_tokens > 4 else ()
+    llm.engine.drafting.planner = lambda seq: (HEAD,) if seq.num_output_tokens > 4 else ()
     request = llm.engine.add_request(PROMPTS[0], GREEDY, PLAIN)
     while llm.engine.has_work:
         llm.engine.step()

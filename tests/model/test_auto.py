@@ -52,7 +52,7 @@ def auto(*members: object) -> SpeculationConfig:
 
 def chosen_for(pair: tuple[str, str], **options: object) -> LLM:
     llm = LLM(pair[0], dtype="float64", speculation=auto("suffix", {"method": "draft_model", "model": pair[1]}), **options)
-    llm.engine.method_choice.script(FREE, steady)
+    llm.engine.drafting.script(FREE, steady)
     return llm
 
 
@@ -94,7 +94,7 @@ def test_an_idle_lookup_is_charged_for_its_draft_and_for_what_becomes_of_it(
     monkeypatch.setattr(Governor, "observe_shadow_seconds", observe)
     with chosen_for(pair) as llm:
         rows_never_pay = CostTable({1: 1.0, 2: 99.0, 128: 9999.0}, 0.0, FREE.drafts)
-        llm.engine.method_choice.script(rows_never_pay, steady)
+        llm.engine.drafting.script(rows_never_pay, steady)
         llm.generate([COPY] * 4, SamplingParams(max_tokens=60, seed=1))
     assert charged["suffix"] == pytest.approx([0.02] * len(charged["suffix"]))
     assert charged["draft_model"] == pytest.approx([0.01] * len(charged["draft_model"]))
@@ -104,7 +104,7 @@ def test_texts_that_rest_are_seldom_asked_after(pair: tuple[str, str], monkeypat
     """What a step without drafts takes beside a plain one is lost, and no bucket pays for it."""
     asked, real = [0], MethodChoice._running
     with chosen_for(pair, max_num_seqs=8) as llm:
-        llm.engine.method_choice.script(CostTable({1: 1.0, 2: 99.0, 128: 9999.0}, 0.0, FREE.drafts), steady)
+        llm.engine.drafting.script(CostTable({1: 1.0, 2: 99.0, 128: 9999.0}, 0.0, FREE.drafts), steady)
         llm.generate([COPY] * 8, SamplingParams(max_tokens=5, seed=1))
 
         def running(self: MethodChoice, *args: object) -> object:
@@ -144,7 +144,7 @@ def test_other_requests_of_the_batch_draft_as_they_ask(pair: tuple[str, str]) ->
 def test_where_rows_depend_on_their_pass_a_seeded_text_is_decoded_plainly(pair: tuple[str, str]) -> None:
     settings = auto("suffix")
     with LLM(pair[0], dtype="float32", attention_backend="gather", speculation=settings) as llm:
-        llm.engine.method_choice.script(FREE, steady)
+        llm.engine.drafting.script(FREE, steady)
         prompts, cold = [COPY, COPY], SamplingParams(max_tokens=20, temperature=0.0)
         seeded, free = llm.generate(prompts, [SamplingParams(max_tokens=20, seed=1), SamplingParams(max_tokens=20)])
         assert seeded.stats.num_drafts == 0
@@ -157,8 +157,8 @@ def test_samples_of_one_prompt_and_texts_that_end_early(pair: tuple[str, str]) -
     with chosen_for(pair, block_size=2) as llm:
         outputs = llm.generate([COPY] * 4, [SamplingParams(max_tokens=n, n=2, seed=n) for n in (1, 2, 7, 30)])
         assert [len(sample.token_ids) for output in outputs for sample in output.outputs] == [1, 1, 2, 2, 7, 7, 30, 30]
-        assert not llm.engine.method_choice._of
-        assert not llm.engine.method_choice._scores._pending
+        assert not llm.engine.drafting._choice._of
+        assert not llm.engine.drafting._choice._scores._pending
         llm.engine.check_rest()
 
 
@@ -174,7 +174,7 @@ class Broken(Method):
 
 def test_a_method_that_always_fails_is_soon_left_alone(pair: tuple[str, str]) -> None:
     with LLM(pair[0], dtype="float64", speculation=auto(Broken())) as llm:
-        llm.engine.method_choice.script(FREE, steady)
+        llm.engine.drafting.script(FREE, steady)
         (output,) = llm.generate([COPY], SamplingParams(max_tokens=100, seed=1))
         assert output.error is None
         assert output.stats.num_proposer_faults == 3
@@ -209,7 +209,7 @@ STEEP = CostTable({1: 1.0, 2: 50.0, 64: 50.0}, 0.0, {"draft_model": {1: 1e-5, 64
 def test_no_row_of_a_draft_is_computed_before_the_first_token(pair: tuple[str, str]) -> None:
     settings = auto({"method": "draft_model", "model": pair[1]})
     with LLM(pair[0], dtype="float64", speculation=settings) as llm:
-        llm.engine.method_choice.script(FREE, steady)
+        llm.engine.drafting.script(FREE, steady)
         proposer = llm.proposers.get(settings.method.methods[0].method)
         before = proposer.runner.num_passes
         llm.generate([COPY], SamplingParams(max_tokens=1, seed=1))
@@ -235,7 +235,7 @@ def test_an_idle_model_reads_in_parts_and_is_scored_where_the_text_is_new(
 
     monkeypatch.setattr(Governor, "observe_overlaps", spy)
     with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[0]})) as llm:
-        llm.engine.method_choice.script(STEEP, steady)
+        llm.engine.drafting.script(STEEP, steady)
         (output,) = llm.generate([COPY * 2], SamplingParams(max_tokens=60, temperature=0.0))
     assert output.stats.num_drafts == 0
     scores = [score for overlaps in found for score in overlaps]
@@ -250,7 +250,7 @@ def test_it_is_told_how_probable_every_token_was(
     told: list[float] = []
     monkeypatch.setattr(choosing.MethodChoice, "note", lambda self, seq, probs: told.extend(probs))
     with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[0]})) as llm:
-        llm.engine.method_choice.script(STEEP, steady)
+        llm.engine.drafting.script(STEEP, steady)
         (output,) = llm.generate([COPY], SamplingParams(max_tokens=30, ignore_eos=True, **params), trace=True)
     rounds = output.first.rounds or ()
     want = [each.target for found in rounds for each in found.rows[0].likely if each.token_id == found.token_id]
@@ -263,8 +263,8 @@ def test_what_was_learnt_is_kept_for_a_few_sets_of_methods(pair: tuple[str, str]
         for longest in range(1, 30):
             settings = auto({"method": "suffix", "num_draft_tokens": longest})
             llm.generate([COPY], SamplingParams(max_tokens=3, seed=1), speculation=settings)
-        assert len(llm.engine.method_choice._sets.alive) == choices.MOST_SETS
-        assert llm.engine.method_choice._sets.alive[-1].candidates == settings.candidates
+        assert len(llm.engine.drafting._choice._sets.alive) == choices.MOST_SETS
+        assert llm.engine.drafting._choice._sets.alive[-1].candidates == settings.candidates
         llm.engine.check_rest()
 
 
@@ -410,7 +410,7 @@ def test_what_a_governor_raises_costs_the_choice_and_no_request(
         plain = llm.generate([COPY, COPY[1:]], sampling, speculation="none")
         assert [output.outputs[0].token_ids for output in chosen] == [output.outputs[0].token_ids for output in plain]
         llm.engine.check_rest()
-        assert not llm.engine.method_choice._of
+        assert not llm.engine.drafting._choice._of
 
 
 def test_a_governor_that_stumbled_once_chooses_again(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,14 +63,14 @@ def test_it_writes_what_plain_decoding_writes(
         return StepTimes(drafts, 1.0, 0.01)
 
     with chosen_for(paths) as llm:
-        llm.engine.method_choice.script(FREE, steady)
+        llm.engine.drafting.script(FREE, steady)
         sampling = SamplingParams(max_tokens=60, **params)
         chosen = llm.generate([COPY, COPY[1:], [0]], sampling)
         lengths = {name: {rows for one, rows in llm.stats.chosen if one == name} for name in ("dflash", "eagle3")}
         plain = llm.generate([COPY, COPY[1:], [0]], sampling, speculation="none")
         assert [output.token_ids for output in chosen] == [output.token_ids for output in plain]
         assert sum(output.stats.num_proposer_faults for output in chosen) == 0
-        known = llm.engine.method_choice._sets.alive[-1].governor.candidates
+        known = llm.engine.drafting._choice._sets.alive[-1].governor.candidates
         assert {name for name in known if known[name].in_one_pass} == AT_ONCE
         assert max(lengths["dflash"]) <= 7
         assert max(lengths["eagle3"]) <= 5

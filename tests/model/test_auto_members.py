@@ -53,12 +53,12 @@ def merge(*members: Any, **more: Any) -> dict[str, Any]:
 
 def chosen_for(target: str, *choices: Any) -> LLM:
     llm = LLM(target, dtype="float64", block_size=8, speculation={"method": "auto", "methods": list(choices)})
-    llm.engine.method_choice.script(FREE, steady)
+    llm.engine.drafting.script(FREE, steady)
     return llm
 
 
 def governor_of(llm: LLM) -> Governor:
-    return llm.engine.method_choice._sets.alive[-1].governor
+    return llm.engine.drafting._choice._sets.alive[-1].governor
 
 
 @pytest.mark.parametrize("params", [{"seed": 3}, {"temperature": 0.0}], ids=["seeded", "greedy"])
@@ -213,7 +213,7 @@ def test_shadows_are_of_members(pair: tuple[str, str], monkeypatch: pytest.Monke
     """Where nothing is drafted, each member is scored by itself, also one that nobody may choose alone."""
     with chosen_for(pair[0], merge(LOOKUP, {"method": "draft_model", "model": pair[1]})) as llm:
         steep = CostTable({1: 1.0, 2: 50.0, 64: 50.0}, 0.0, {"draft_model": {1: 1e-5, 64: 1e-5}})
-        llm.engine.method_choice.script(steep, steady)
+        llm.engine.drafting.script(steep, steady)
         llm.generate([COPY], SamplingParams(max_tokens=80, seed=1))
         assert {name for name, _ in llm.stats.chosen} == {"none"}
         acceptance = governor_of(llm).acceptance

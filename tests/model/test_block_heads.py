@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider import DFlash, Eagle3, Ngram, SpeculationConfig
-from outrider.engine.scheduler import as_requested
+from outrider.engine.drafting.planning import as_requested
 from outrider.errors import HeadMismatchError, ModelLoadError
 from outrider.heads import block
 from outrider.heads.formats.published import read_head_config
@@ -175,9 +175,9 @@ def check_behind_another(made: Any, name: str, length: int, patch: pytest.Monkey
     """A lookup drafts two tokens; the head's own places reach to the fifth one behind the text at most."""
     watch, llm = watched(made, name, patch), load(made)
     lookup = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=2)
-    llm.engine.scheduler.planner = lambda seq: (lookup, made.way(name, num_draft_tokens=length))
+    llm.engine.drafting.planner = lambda seq: (lookup, made.way(name, num_draft_tokens=length))
     outputs = llm.generate(PROMPTS, GREEDY, speculation=made.way(name))
-    llm.engine.scheduler.planner = as_requested
+    llm.engine.drafting.planner = as_requested
     assert faults(outputs) == 0
     assert watch.worst <= BOUND
     assert watch.deepest == 4

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig, Suffix
 from outrider.draft import EMPTY, Draft, Law, ScratchRows
-from outrider.engine.scheduler import Planner, as_requested
+from outrider.engine.drafting.planning import Planner, as_requested
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.model import factory
 from outrider.model.batch import Segment
@@ -48,7 +48,7 @@ def nothing_is_lost(request: pytest.FixtureRequest) -> Iterator[None]:
         if name in request.fixturenames:
             llm = request.getfixturevalue(name)
             llm = llm[0] if isinstance(llm, tuple) else llm
-            llm.engine.scheduler.planner = as_requested
+            llm.engine.drafting.planner = as_requested
             llm.engine.check_integrity()
             assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
 
@@ -376,9 +376,9 @@ def test_the_method_changes_from_step_to_step_and_back(llm: LLM, draft: str) -> 
     )
     for params in (GREEDY, SEEDED, SEEDED.replace(n=2)):
         plain = llm.generate(PROMPTS, params, speculation="none")
-        llm.engine.scheduler.planner = alternating(*configs)
+        llm.engine.drafting.planner = alternating(*configs)
         outputs = llm.generate(PROMPTS, params, speculation="none", trace=True)
-        llm.engine.scheduler.planner = as_requested
+        llm.engine.drafting.planner = as_requested
         assert [[o.token_ids for o in out.outputs] for out in outputs] == [[o.token_ids for o in p.outputs] for p in plain]
         rounds = [r for out in outputs for o in out.outputs for r in o.rounds or ()]
         assert {d.method for r in rounds for d in r.drafted_by} == {"draft_model", "suffix"}
@@ -389,7 +389,7 @@ def test_one_goes_on_where_another_stopped(llm: LLM, draft: str) -> None:
     """Two drawn drafts in one step: the second behind the first one's path, with draws of its own."""
     first = SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=2)
     second = SpeculationConfig(method=DraftModel(model=draft, dtype="float64"), num_draft_tokens=2)
-    llm.engine.scheduler.planner = lambda seq: (first, second)
+    llm.engine.drafting.planner = lambda seq: (first, second)
     outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=20), speculation="none", trace=True)
     rounds = [r for out in outputs for r in out.outputs[0].rounds or () if len(r.drafted_by) == 2]
     assert rounds
@@ -424,9 +424,9 @@ def test_a_draft_model_that_starts_late_holds_nobody_up(llm: LLM, draft: str, mo
 
     monkeypatch.setattr(proposer.runner, "forward", counting)
     params = SamplingParams(seed=1, max_tokens=40)
-    llm.engine.scheduler.planner = as_requested
+    llm.engine.drafting.planner = as_requested
     plain = llm.generate([PROMPTS[1], late_prompt], params, speculation="none")
-    llm.engine.scheduler.planner = planner
+    llm.engine.drafting.planner = planner
     outputs = llm.generate([PROMPTS[1], late_prompt], params, speculation="none", trace=True)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
     catching_up = [rows for rows in passes if max(rows) > 3]  # the other one's own prompt is 2 tokens
@@ -443,14 +443,14 @@ def test_idle_draft_memory_is_released_under_pressure(path: str, draft: str) -> 
     """Two texts fill the draft's memory in turns: the one that is not drafted for gives way, and no text changes."""
     llm = LLM(path, dtype="float64", block_size=4, kv_cache_tokens=96, max_num_seqs=2)
     config = SpeculationConfig(method=DraftModel(model=draft), num_draft_tokens=3)
-    llm.engine.scheduler.planner = lambda seq: (config,) if (seq.seq_id + seq.view.round // 4) % 2 else ()
+    llm.engine.drafting.planner = lambda seq: (config,) if (seq.seq_id + seq.view.round // 4) % 2 else ()
     proposer = llm.proposers.get(DraftModel(model=draft))
     blocks = proposer.runner.blocks  # type: ignore[attr-defined]
     taken = blocks.allocate(blocks.num_blocks // 2)
     prompts = [[(3 * i) % 50 for i in range(20)], [(5 * i) % 50 for i in range(20)]]
     params = SamplingParams(seed=2, max_tokens=24)
     outputs = llm.generate(prompts, params, speculation="none")
-    llm.engine.scheduler.planner = as_requested
+    llm.engine.drafting.planner = as_requested
     assert [o.token_ids for o in outputs] == [llm.generate(p, params, speculation="none")[0].token_ids for p in prompts]
     assert all(o.stats.num_drafts > 2 for o in outputs)
     blocks.free(taken)

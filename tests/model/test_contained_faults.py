@@ -17,6 +17,7 @@ from outrider.engine import committing, verification
 from outrider.engine import committing as rounds
 from outrider.engine import engine as engine_module
 from outrider.engine.committing import Committing
+from outrider.engine.drafting import drafting
 from outrider.engine.drafting.proposers import TreeBuilders
 from outrider.engine.engine import Engine
 from outrider.engine.sequence import Sequence
@@ -178,7 +179,7 @@ def test_only_the_requests_concerned_end(
     assert any("raised" in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize("owner", [TreeBuilders, committing], ids=["pace", "teach"])
+@pytest.mark.parametrize("owner", [TreeBuilders, drafting], ids=["pace", "teach"])
 def test_what_only_drafts_need_costs_no_text(llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: Any) -> None:
     """Trees that adapt learn from every step."""
     speculation = {"method": "draft_model", "tree": "best_first", "num_draft_tokens": 4}

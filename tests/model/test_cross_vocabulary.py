@@ -206,7 +206,7 @@ def test_too_little_memory_and_other_methods_before_it(drafts: dict[str, str]) -
     plain = texts(llm, PROMPTS, SEEDED, "none")
     ways = [crossed(drafts[name], match) for name, match in (("cut", "tokens"), ("cut", "text"), ("spaced", "tokens"))]
     first = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=2)
-    llm.engine.scheduler.planner = lambda seq: (first, ways[(seq.view.round + seq.num_prompt_tokens) % 3], ways[0])[
+    llm.engine.drafting.planner = lambda seq: (first, ways[(seq.view.round + seq.num_prompt_tokens) % 3], ways[0])[
         : 2 + seq.view.round % 2
     ]
     assert texts(llm, PROMPTS * 2, SEEDED, ways[0]) == plain * 2

@@ -127,7 +127,7 @@ def test_what_memory_has_no_room_for_is_caught_up_with_later(
     blocks = drafting(llm).runner.blocks
     taken = blocks.allocate(blocks.num_free - 12)  # 48 tokens
     calls: list[int] = []
-    monkeypatch.setattr(llm.engine.scheduler, "planner", _releasing(llm, blocks, taken, calls))
+    monkeypatch.setattr(llm.engine.drafting, "planner", _releasing(llm, blocks, taken, calls))
     assert [[llm.generate([PROMPT], SEEDED)[0].token_ids]] == want
     assert passes[0] == [32]
     assert passes[1] == [32], "not before there is room again"
@@ -136,7 +136,7 @@ def test_what_memory_has_no_room_for_is_caught_up_with_later(
 
 
 def _releasing(llm: LLM, blocks: Any, taken: list[int], calls: list[int]) -> Any:
-    stock = llm.engine.scheduler.planner
+    stock = llm.engine.drafting.planner
 
     def planner(seq: Any) -> Any:
         calls.append(len(taken))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider import LLM, Eagle1, Eagle3, Ngram, SamplingParams, SpeculationConfig
-from outrider.engine.scheduler import as_requested
+from outrider.engine.drafting.planning import as_requested
 from outrider.heads.fused_head import FusedRunner
 from outrider.heads.runner import HeadRunner
 from outrider.lab.prove.own_model import CacheAudit
@@ -154,7 +154,7 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "crowded" in request.fixturenames:
         used: LLM = request.getfixturevalue("crowded")
-        used.engine.scheduler.planner = as_requested
+        used.engine.drafting.planner = as_requested
         used.engine.check_integrity()
         used.engine.check_rest()
 
@@ -238,9 +238,9 @@ def test_a_prefix_hit_costs_no_second_prefill_and_is_drafted_for_at_once(
 def test_a_draft_goes_on_behind_another_proposers(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     watch, llm = Watch(made.reference("speculators"), monkeypatch), load(made)
     lookup = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=2)
-    llm.engine.scheduler.planner = lambda seq: (lookup, made.way("speculators", num_draft_tokens=2))
+    llm.engine.drafting.planner = lambda seq: (lookup, made.way("speculators", num_draft_tokens=2))
     outputs = llm.generate(PROMPTS, GREEDY, speculation=made.way("speculators"))
-    llm.engine.scheduler.planner = as_requested
+    llm.engine.drafting.planner = as_requested
     assert faults(outputs) == 0
     assert watch.worst <= BOUND
     assert watch.deepest >= 3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, CompletionOutput, Ngram, SamplingParams, StructuredOutputs, Suffix
-from outrider.engine import scheduler
+from outrider.engine.drafting import planning
 from outrider.errors import NoTokenLeftError
 from outrider.model import keeping
 from outrider.params import TokenOrigin
@@ -68,7 +68,7 @@ def texts(llm: LLM, method: str, sampling: dict[str, Any]) -> list[CompletionOut
 
 def without_forced(llm: LLM, patch: pytest.MonkeyPatch, sampling: dict[str, Any]) -> list[CompletionOutput]:
     """Plain decoding with a pass for each token."""
-    patch.setattr(scheduler, "MOST_FORCED", 0)
+    patch.setattr(planning, "MOST_FORCED", 0)
     found = texts(llm, "none", sampling)
     patch.undo()
     assert all(set(sample.origins) == {TokenOrigin.PLAIN} for sample in found)

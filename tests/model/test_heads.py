@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from outrider import LLM, Blockwise, ExitHead, Medusa, Ngram, SamplingParams, SpeculationConfig
-from outrider.engine import engine
-from outrider.engine.scheduler import as_requested
+from outrider.engine.drafting import drafting
+from outrider.engine.drafting.planning import as_requested
 from outrider.errors import HeadMismatchError, InvalidParameterError, ModelLoadError
 from outrider.heads import checkpoint
 from outrider.heads.checkpoint import load_heads, save_heads
@@ -113,7 +113,7 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in ("llm", "crowded"):
         if name in request.fixturenames:
             used: LLM = request.getfixturevalue(name)
-            used.engine.scheduler.planner = as_requested
+            used.engine.drafting.planner = as_requested
             used.engine.check_integrity()
             assert used.engine.runner.blocks.num_free == used.engine.runner.blocks.num_blocks
             for proposer in used.proposers:
@@ -145,7 +145,7 @@ class Watch:
         self.num_drafts = 0
         self.wrong: list[tuple[int, ...]] = []  # (sequence, tokens written so far, node, token, what it should be)
         self.empty: list[tuple[int, int]] = []  # (sample, tokens written so far) where nothing was drafted
-        stock: Callable[..., Any] = engine.propose_all
+        stock: Callable[..., Any] = drafting.propose_all
 
         def watched(items: Any, *args: Any) -> Any:
             steps = stock(items, *args)
@@ -154,7 +154,7 @@ class Watch:
                     self._look(item, step)
             return steps
 
-        patch.setattr(engine, "propose_all", watched)
+        patch.setattr(drafting, "propose_all", watched)
 
     def _look(self, item: Any, step: Any) -> None:
         seq, end = item.seq, 0
@@ -350,7 +350,7 @@ def test_heads_that_are_chosen_late_begin_with_the_row_that_they_see_first(
     llm: LLM, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch, way = Watch(made, monkeypatch), made.way("medusa")
-    llm.engine.scheduler.planner = lambda seq: (way,) if seq.num_output_tokens > 6 else ()
+    llm.engine.drafting.planner = lambda seq: (way,) if seq.num_output_tokens > 6 else ()
     llm.generate(PROMPTS[0], GREEDY, speculation="none")
     assert watch.empty == [(0, 7)], "one step without a draft, and no row computed for it"
     assert watch.num_drafts > 3
@@ -365,9 +365,9 @@ def test_heads_behind_other_drafts(llm: LLM, made: Made, monkeypatch: pytest.Mon
     rounds = [(one, two), (short, two), (two, one), (one, short), ()]
     for params in (GREEDY, SEEDED):
         plain = llm.generate(PROMPTS, params, speculation="none")
-        llm.engine.scheduler.planner = lambda seq: rounds[seq.view.round % len(rounds)]
+        llm.engine.drafting.planner = lambda seq: rounds[seq.view.round % len(rounds)]
         outputs = llm.generate(PROMPTS, params, speculation="none")
-        llm.engine.scheduler.planner = as_requested
+        llm.engine.drafting.planner = as_requested
         assert texts(outputs) == texts(plain)
         if params is GREEDY:
             assert watch.num_drafts > 10

@@ -157,13 +157,14 @@ def test_books_that_do_not_agree_after_a_fault_are_begun_anew(llm: LLM, monkeypa
     left = [True]
     stock = Committing.commit
 
-    def breaking(self: Committing, *args: Any) -> None:
-        stock(self, *args)
+    def breaking(self: Committing, *args: Any) -> Any:
+        committed = stock(self, *args)
         if left.pop():
             left.append(False)
             llm.engine.runner.blocks._ref_count[0] += 1
             raise ValueError("planted")
         left.append(False)
+        return committed
 
     monkeypatch.setattr(Committing, "commit", breaking)
     outputs = llm.generate(PROMPTS, SHORT)

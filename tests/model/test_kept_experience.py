@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
-from outrider.engine import engine
+from outrider.engine.drafting import drafting
 from outrider.govern.acceptance import KEPT, AcceptanceModel
 from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.model import keeping
@@ -26,19 +26,19 @@ def pair(tmp_path: Path) -> tuple[str, str]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of what is kept. Costs are not measured, so that choices come again."""
-    monkeypatch.setattr(engine, "calibrate", lambda runner, drafts: FREE)
+    monkeypatch.setattr(drafting, "calibrate", lambda runner, drafts: FREE)
     monkeypatch.setenv(keeping.VARIABLE, str(tmp_path / "kept"))
     return tmp_path / "kept"
 
 
 def opened(target: str, draft: str) -> LLM:
     llm = LLM(target, dtype="float64", speculation=auto("suffix", {"method": "draft_model", "model": draft}))
-    llm.engine.method_choice._clock = steady
+    llm.engine.drafting._choice._clock = steady
     return llm
 
 
 def acceptance(llm: LLM) -> AcceptanceModel:
-    return llm.engine.method_choice._sets.alive[0].governor.acceptance
+    return llm.engine.drafting._choice._sets.alive[0].governor.acceptance
 
 
 def used(target: str, draft: str) -> None:
@@ -84,7 +84,7 @@ def test_nothing_is_kept_of_scripted_costs(pair: tuple[str, str], folder: Path) 
     used(*pair)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with opened(*pair) as llm:
-        llm.engine.method_choice.script(FREE, steady)
+        llm.engine.drafting.script(FREE, steady)
         assert tried(llm) == {"suffix": 0.0, "draft_model": 0.0}
         llm.generate([COPY], SamplingParams(max_tokens=80, seed=1))
     assert {path: path.read_bytes() for path in folder.iterdir()} == before

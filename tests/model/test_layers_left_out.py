@@ -110,7 +110,7 @@ def test_all_stands_of_what_is_drafted_behind_another_draft(tmp_path: Path, seco
         SpeculationConfig(method=EarlyExit(layers=1), num_draft_tokens=2),
         SpeculationConfig(method=LayerSkip(skip=(2,)), **second),
     )
-    llm.engine.scheduler.planner = lambda seq: turns
+    llm.engine.drafting.planner = lambda seq: turns
     params = SamplingParams(temperature=0, max_tokens=40)
     found = rounds_of(llm.generate(PROMPTS, params, speculation="none", trace=True))
     for rounds in found:

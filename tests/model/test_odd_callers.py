@@ -10,7 +10,7 @@ import pytest
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig
 from outrider.draft import Draft, Law
-from outrider.engine.scheduler import as_requested
+from outrider.engine.drafting.planning import as_requested
 from outrider.errors import EngineBusyError, InvalidParameterError, ProcessingError, ProposerError
 from outrider.propose.base import DraftNoise, ObservedRows, Proposer, ProposeRequest, Requirements
 from outrider.propose.settings import Method, ProposerContext
@@ -30,7 +30,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 @pytest.fixture(autouse=True)
 def nothing_is_lost(llm: LLM) -> Iterator[None]:
     yield
-    llm.engine.scheduler.planner = as_requested
+    llm.engine.drafting.planner = as_requested
     llm.engine.check_integrity()
     assert not llm.engine.has_work
     assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
@@ -48,7 +48,7 @@ def test_a_planner_that_fails_costs_drafts_and_no_token(llm: LLM, answer: Any) -
             raise answer
         return answer
 
-    llm.engine.scheduler.planner = planner
+    llm.engine.drafting.planner = planner
     outputs = llm.generate(PROMPTS, GREEDY.replace(n=3))
     assert calls
     assert [[o.token_ids for o in out.outputs] for out in outputs] == want
@@ -58,7 +58,7 @@ def test_a_planner_that_fails_costs_drafts_and_no_token(llm: LLM, answer: Any) -
 def test_a_planner_cannot_break_the_promise_of_a_seed(llm: LLM) -> None:
     params = SamplingParams(seed=3, max_tokens=16)
     plain = [out.token_ids for out in llm.generate(PROMPTS, params)]
-    llm.engine.scheduler.planner = lambda seq: (LOOKUP.replace(rule="block"), LOOKUP)
+    llm.engine.drafting.planner = lambda seq: (LOOKUP.replace(rule="block"), LOOKUP)
     assert [out.token_ids for out in llm.generate(PROMPTS, params)] == plain
 
 
@@ -84,7 +84,7 @@ def test_turns_together_stay_within_what_the_model_can_compute(family: str, tmp_
     params = SamplingParams(temperature=0, max_tokens=170, ignore_eos=True)
     plain = [out.token_ids for out in llm.generate(PROMPTS, params)]
     wide = SpeculationConfig(method=Deep(), tree=(2,), num_draft_tokens=10)
-    llm.engine.scheduler.planner = lambda seq: (wide, wide.replace(num_draft_tokens=12), wide)
+    llm.engine.drafting.planner = lambda seq: (wide, wide.replace(num_draft_tokens=12), wide)
     assert [out.token_ids for out in llm.generate(PROMPTS, params)] == plain
 
 
@@ -169,7 +169,7 @@ def test_a_planner_that_names_a_new_method_in_every_round_keeps_few_alive(llm: L
         most[0] = max(most[0], len(seq.drafters))
         return (SpeculationConfig(method=Ngram(max_match=5 + seq.view.round), num_draft_tokens=1),)
 
-    llm.engine.scheduler.planner = planner
+    llm.engine.drafting.planner = planner
     assert llm.generate(PROMPTS[0], GREEDY.replace(max_tokens=40))[0].token_ids == want
     assert 4 < most[0] <= 9
     assert len(list(llm.proposers)) <= 9

@@ -148,7 +148,7 @@ def choice_set(path: str, **settings: Any) -> LLM:
     """Under auto, with rows that cost nothing, so that whatever stands pays."""
     methods = SpeculationConfig(method=Auto(methods=(SpeculationConfig(method=Suffix(min_match=1), num_draft_tokens=5),)))
     llm = loaded(path, "bfloat16", speculation=methods, **settings)
-    llm.engine.method_choice.script(FREE, _steady)
+    llm.engine.drafting.script(FREE, _steady)
     return llm
 
 

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.draft import Draft, Law, ScratchRows
 from outrider.engine import sequence as breaker
-from outrider.engine.drafting import drafting
 from outrider.engine.sequence import PATIENCE, Drafter
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.errors import ForwardError, NonFiniteLogitsError, ProposerError
@@ -31,6 +30,7 @@ from outrider.propose.base import (
     RowStatus,
 )
 from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.host import ProposerHost
 from outrider.propose.settings import Method, ProposerContext
 from tests.model import checkpoints
 from tests.model.core import core, in_turn
@@ -295,7 +295,7 @@ def test_a_failing_proposer_is_switched_off_and_tried_again(
 def test_who_is_switched_off_in_the_middle_of_a_text_leaves_it_to_others(llm: LLM, with_proposer: Any) -> None:
     config, want = with_proposer(Failing()), llm.generate(PROMPTS, SEEDED, speculation="none")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.scheduler, "planner", lambda seq: (config, llm.speculation))
+        patch.setattr(llm.engine.drafting, "planner", lambda seq: (config, llm.speculation))
         outputs = llm.generate(PROMPTS, SEEDED.replace(max_tokens=60))
     assert [o.token_ids[:16] for o in outputs] == [o.token_ids for o in want]
     assert all(o.stats.num_accepted_tokens > 0 for o in outputs), "the next in turn drafts instead"
@@ -307,14 +307,14 @@ class Watch:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[Drafter, Draft]] = []
-        original = drafting._ask
+        original = ProposerHost.ask
 
-        def record(members: Any, *args: Any) -> list[Draft]:
-            drafts = original(members, *args)
-            self.seen += [(asked.drafter, draft) for asked, draft in zip(members, drafts, strict=True)]
+        def record(host: ProposerHost, drafters: Any, *args: Any) -> list[Draft]:
+            drafts = original(host, drafters, *args)
+            self.seen += zip(drafters, drafts, strict=True)
             return drafts
 
-        patch.setattr(drafting, "_ask", record)
+        patch.setattr(ProposerHost, "ask", record)
 
     def of(self, drafter: Drafter) -> list[Draft]:
         return [draft for whose, draft in self.seen if whose is drafter]
@@ -345,7 +345,7 @@ def test_a_fault_demotes_only_the_method_that_made_it(
         return (bad, good) if way == "one behind the other" else (good, bad)
 
     want = llm.generate(PROMPTS[0], SEEDED, speculation="none")[0].token_ids
-    monkeypatch.setattr(llm.engine.scheduler, "planner", planner)
+    monkeypatch.setattr(llm.engine.drafting, "planner", planner)
     assert llm.generate(PROMPTS[0], SEEDED, speculation=bad)[0].token_ids == want
     watch = Watch(monkeypatch)
     request = llm.engine.add_request(tuple(PROMPTS[0]), UNSEEDED.replace(max_tokens=40), bad)
@@ -353,7 +353,7 @@ def test_a_fault_demotes_only_the_method_that_made_it(
         llm.engine.step()
     faulty, sound = request.sequences[0].drafters
     assert (faulty.method, sound.method) == (bad.method, good.method)
-    assert (faulty.demoted, sound.demoted) == (True, False)
+    assert (faulty.believed, sound.believed) == (False, True)
     assert (faulty.num_faults > 1, sound.num_faults) == (True, 0)
     assert request.sequences[0].stats.num_proposer_faults == faulty.num_faults
     theirs = [draft for draft in watch.of(faulty) if len(draft)]
@@ -382,7 +382,7 @@ def test_a_method_that_cannot_be_built_is_refused_at_once_and_harmless_in_a_step
     with pytest.raises(ProposerError, match=r"unbuildable.*planted in build"):
         llm.generate(PROMPTS[0], SEEDED, speculation=broken)
     want = [o.token_ids for o in llm.generate(PROMPTS, SEEDED, speculation="none")]
-    monkeypatch.setattr(llm.engine.scheduler, "planner", lambda seq: (broken, llm.speculation))
+    monkeypatch.setattr(llm.engine.drafting, "planner", lambda seq: (broken, llm.speculation))
     got = llm.generate(PROMPTS, SEEDED)
     assert [o.token_ids for o in got] == want
     assert all(o.stats.num_proposer_faults == 1 for o in got), "asked for once a sequence"

@@ -48,7 +48,8 @@ def write(folder: Path, half: int | None = None) -> dict[str, list[Any]]:
             texts write all of theirs.
     """
     llm = LLM(dtype="float64", block_size=8, kv_cache_tokens=2000)
-    llm.engine.builders.use_pace(FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6}))  # trees that adapt follow no clock
+    # Trees that adapt follow no clock.
+    llm.engine.drafting.builders.use_pace(FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6}))
     heads = {name: save_random_heads(folder / name, default_model("target"), name, scale=0.05) for name in _HEADS}
     for method, layout in (("eagle1", "safeailab1"), ("eagle3", "safeailab")):
         heads[method] = save_random_eagle(folder / method, default_model("target"), layout, scale=0.1)

@@ -11,7 +11,7 @@ import torch
 
 from outrider import LLM, SpeculationConfig
 from outrider.draft import Draft
-from outrider.engine.scheduler import as_requested
+from outrider.engine.drafting.planning import as_requested
 from outrider.lab.prove.own_model import CacheAudit
 from outrider.model import resumed_forward
 from outrider.model.batch import Segment
@@ -134,9 +134,9 @@ def test_hidden_states_for_others_are_right(
     """Rows that go on at layer 2 have no hidden states of layers before: such a pass is computed whole."""
     found = compare_every_pass(llm, monkeypatch)
     watcher = SpeculationConfig(method=Watcher(layers=layers))
-    llm.engine.scheduler.planner = lambda seq: (watcher, EXIT)
+    llm.engine.drafting.planner = lambda seq: (watcher, EXIT)
     outputs = llm.generate(PROMPTS, GREEDY, speculation="none")
-    llm.engine.scheduler.planner = as_requested
+    llm.engine.drafting.planner = as_requested
     assert bool(found) is WATCHED[layers]
     assert max(found, default=0.0) <= (0.0 if backend in ("fused", "row_by_row") else 1e-5)
     assert sum(o.stats.num_proposer_faults for o in outputs) == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, DraftModel, Ngram, SamplingParams, SpeculationConfig
-from outrider.engine.scheduler import as_requested
+from outrider.engine.drafting.planning import as_requested
 from outrider.errors import ContradictionError
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
@@ -61,7 +61,7 @@ def nothing_is_lost(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in ("llm", "crowded"):
         if name in request.fixturenames:
             llm: LLM = request.getfixturevalue(name)
-            llm.engine.scheduler.planner = as_requested
+            llm.engine.drafting.planner = as_requested
             llm.engine.check_integrity()
             assert llm.engine.runner.blocks.num_free == llm.engine.runner.blocks.num_blocks
 
@@ -119,9 +119,9 @@ def test_in_turns_and_behind_other_drafts(llm: LLM, draft: str, way: str) -> Non
     one = WAYS[way]
     rounds = [(lookup, one), (drawn, one), (one, lookup), (one, drawn), (one, one), (), (one,)]
     for params in (GREEDY, SEEDED.replace(n=2)):
-        llm.engine.scheduler.planner = as_requested
+        llm.engine.drafting.planner = as_requested
         plain = llm.generate(PROMPTS, params, speculation="none")
-        llm.engine.scheduler.planner = lambda seq: rounds[seq.view.round % len(rounds)]
+        llm.engine.drafting.planner = lambda seq: rounds[seq.view.round % len(rounds)]
         outputs = llm.generate(PROMPTS, params, speculation="none")
         assert texts(outputs) == texts(plain)
         assert faults(outputs) == 0

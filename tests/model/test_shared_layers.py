@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, Ngram, SamplingParams, SpeculationConfig
-from outrider.engine.scheduler import as_requested
+from outrider.engine.drafting.planning import as_requested
 from outrider.errors import InputError, InvalidParameterError, UnsupportedModelError
 from outrider.lab.prove.own_model import CacheAudit
 from outrider.model import factory
@@ -94,10 +94,10 @@ def test_turns_of_methods_that_share_the_target(llm: LLM) -> None:
     steps = [(shorter, deeper), (shorter, skip), (skip, shorter), (lookup, shorter), (shorter, lookup), (tree, shorter), ()]
     for params in (GREEDY, SEEDED):
         plain = llm.generate(PROMPTS, params, speculation="none")
-        llm.engine.scheduler.planner = lambda seq: steps[(seq.view.round + seq.seq_id) % len(steps)]
+        llm.engine.drafting.planner = lambda seq: steps[(seq.view.round + seq.seq_id) % len(steps)]
         llm.stats.reset()
         outputs = llm.generate(PROMPTS, params, speculation="none")
-        llm.engine.scheduler.planner = as_requested
+        llm.engine.drafting.planner = as_requested
         assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
         assert llm.stats.finished.num_proposer_faults == 0
         assert llm.stats.num_resumed_rows > 0

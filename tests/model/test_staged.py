@@ -141,7 +141,7 @@ def test_the_engine_may_choose_a_stage() -> None:
     asked = {"method": "auto", "methods": [staged(DRAFTERS["a lookup"]), "suffix"]}
     plain = llm.generate(PROMPTS, SamplingParams(seed=3, max_tokens=40), speculation="none")
     llm.load_method(asked)
-    llm.engine.method_choice.script(CostTable({1: 1.0, 8: 1.01}, 0.0, {"staged": {1: 0.01, 8: 0.011}}), ScriptedClock())
+    llm.engine.drafting.script(CostTable({1: 1.0, 8: 1.01}, 0.0, {"staged": {1: 0.01, 8: 0.011}}), ScriptedClock())
     outputs = llm.generate(PROMPTS, SamplingParams(seed=3, max_tokens=40), speculation=asked)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
     assert sum(output.stats.drafted_by_method.get("staged", 0) for output in outputs) > 0

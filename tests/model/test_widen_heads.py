@@ -11,7 +11,7 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.config import default_model
-from outrider.engine import engine
+from outrider.engine.drafting import drafting
 from outrider.errors import UnsupportedModelError
 from outrider.heads.checkpoint import load_heads, save_heads
 from outrider.heads.formats.published import read_head
@@ -53,7 +53,7 @@ def drafts(
     llm: LLM, method: str, folder: str | None, patch: pytest.MonkeyPatch, prompts: Sequence[Any] = PROMPTS
 ) -> list[tuple[int, ...]]:
     """Every draft of some greedy texts, and the texts."""
-    found, stock = list[tuple[int, ...]](), engine.propose_all
+    found, stock = list[tuple[int, ...]](), drafting.propose_all
 
     def watched(*args: Any) -> Any:
         steps = stock(*args)
@@ -61,7 +61,7 @@ def drafts(
         return steps
 
     with patch.context() as inner:
-        inner.setattr(engine, "propose_all", watched)
+        inner.setattr(drafting, "propose_all", watched)
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
         outputs = llm.generate(prompts, params, speculation={"method": method, "model": folder, "num_draft_tokens": 3})
     assert all(output.stats.num_proposer_faults == 0 for output in outputs)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, Ngram, SpeculationConfig
-from outrider.engine.scheduler import as_requested
+from outrider.engine.drafting.planning import as_requested
 from outrider.lab.prove.tiny_heads import save_random_dflash
 from tests.model import checkpoints, test_block_heads
 
@@ -21,12 +21,12 @@ def blocks_make_the_drafts() -> None:
     made, llm = _made(), _llm()
     params = test_block_heads.GREEDY.replace(max_tokens=10)
     for name in _NAMES:
-        llm.engine.scheduler.planner = as_requested
+        llm.engine.drafting.planner = as_requested
         with pytest.MonkeyPatch.context() as patch:
             watch = test_block_heads.watched(made, name, patch)
             outputs = llm.generate(test_block_heads.PROMPTS[:2], params, speculation=made.way(name))
             behind = (SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=1), made.way(name))
-            llm.engine.scheduler.planner = lambda seq, behind=behind: behind  # type: ignore[misc]
+            llm.engine.drafting.planner = lambda seq, behind=behind: behind  # type: ignore[misc]
             outputs += llm.generate(test_block_heads.PROMPTS[:1], params, speculation=made.way(name))
         assert test_block_heads.faults(outputs) == 0
         assert watch.num_rows > 5

@@ -61,11 +61,11 @@ def _llama(**how: Any) -> tuple[LLM, test_target.Oracle]:
 def _in_turns(llm: LLM, turns: Sequence[SpeculationConfig], params: SamplingParams) -> Any:
     """One text in whose every step all these draft, each behind the one before."""
     asked = tuple(turns)
-    stock, llm.engine.scheduler.planner = llm.engine.scheduler.planner, lambda seq: asked
+    stock, llm.engine.drafting.planner = llm.engine.drafting.planner, lambda seq: asked
     try:
         return llm.generate(PROMPT, params, speculation="none", trace=True)[0].outputs[0]
     finally:
-        llm.engine.scheduler.planner = stock
+        llm.engine.drafting.planner = stock
 
 
 # -- laws --------------------------------------------------------------------------------------------------------------

@@ -55,16 +55,16 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "every request says that its first drafter is asked",
-        "engine/drafting/drafting.py",
-        "            self.place,\n",
-        "            0,\n",
+        "engine/drafting/asking.py",
+        "            place,\n            drafter.report_inner_fault,\n",
+        "            0,\n            drafter.report_inner_fault,\n",
         "drafters_draw_apart",
     ),
     _mutant(
         "two turns of one drafter draw with the same keys",
-        "engine/drafting/drafting.py",
-        "            self.place,\n",
-        "            self.drafter.index,\n",
+        "engine/drafting/asking.py",
+        "            place,\n            drafter.report_inner_fault,\n",
+        "            drafter.index,\n            drafter.report_inner_fault,\n",
         "one_model_drafts_twice",
     ),
     _mutant(
@@ -77,8 +77,8 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "a stage goes on without what its drafter drew before a fault",
         "propose/stage.py",
-        "            answers = [error] * len(places)\n",
-        "            [self._fail(request, repr(error)) for request in requests]\n            return found\n",
+        "            found[i] = draft.with_scratch(0)\n",
+        "            found[i] = EMPTY if texts[0].fault is not None else draft.with_scratch(0)\n",
         "what_was_drawn_is_tested",
     ),
     _mutant(
@@ -135,14 +135,14 @@ BOUNDARY_MUTANTS = (
     # -- turns --
     _mutant(
         "the second draft hangs on the root",
-        "engine/drafting/drafting.py",
+        "engine/drafting/asking.py",
         "self.draft.joined(tail, root)",
         "self.draft.joined(tail, -1)",
         "a_turn_goes_on_where_the_last_stopped",
     ),
     _mutant(
         "the second draft hangs on the last node instead of the deepest",
-        "engine/drafting/drafting.py",
+        "engine/drafting/asking.py",
         "return max(nodes, key=lambda node: depths[node], default=self.num_forced - 1)",
         "return max(nodes, default=self.num_forced - 1)",
         "a_turn_goes_on_where_the_last_stopped",
@@ -156,9 +156,9 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "the planner is asked after drafting and looks at the draft",
-        "engine/engine.py",
-        "        return propose_all(plan.items, drafters, self.builders, self.noise, self.runner.loaded.vocab_size)\n",
-        "        found = propose_all(plan.items, drafters, self.builders, self.noise, self.runner.loaded.vocab_size)\n"
+        "engine/drafting/drafting.py",
+        "        return propose_all(plan.items, drafters, self.builders, noise)\n",
+        "        found = propose_all(plan.items, drafters, self.builders, noise)\n"
         "        for step in found:\n"
         "            if len(step.draft) and step.draft.token_ids[-1] == 0:\n"
         "                step.draft = step.draft.first(len(step.draft) - 1)\n"
@@ -174,22 +174,24 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "a turn is not told what the one before drafted",
-        "engine/drafting/drafting.py",
-        "path = self.step.draft.paths[self.root] if self.root >= 0 else ()",
-        "path: tuple[int, ...] = ()",
+        "engine/drafting/asking.py",
+        "            max_depth,\n            path,\n",
+        "            max_depth,\n            (),\n",
         "a_turn_goes_on_where_the_last_stopped",
     ),
     _mutant(
         "a fault demotes every drafter of the sequence",
-        "engine/drafting/drafting.py",
-        "        self.drafter.report_fault(self.seq.request.request_id, problem, useless=useless)\n",
-        "        for drafter in self.seq.drafters:\n"
-        "            drafter.report_fault(self.seq.request.request_id, problem, useless=useless)\n",
+        "engine/drafting/asking.py",
+        "            answers = members[0].host.ask(members, requests, DraftNoise(noise))\n",
+        "            answers = members[0].host.ask(members, requests, DraftNoise(noise))\n"
+        "            for seq in (item.seq for item in items):\n"
+        "                for drafter in seq.drafters:\n"
+        "                    drafter.believed = all(other.believed for other in seq.drafters)\n",
         "a_fault_is_ones_own",
     ),
     _mutant(
         "a drafter is believed after its fault",
-        "engine/drafting/drafting.py",
+        "propose/host.py",
         "drafts.append(sound if truthful else sound.opaque())",
         "drafts.append(sound)",
         "a_fault_is_ones_own",
@@ -214,8 +216,10 @@ BOUNDARY_MUTANTS = (
         "shared blocks copied after the proposers have read them",
         "engine/engine.py",
         "                self._make_copies(plan)  # first of all: a proposer may read the target's KV\n"
-        "                self.runner.partial_rows.clear()\n                drafts = self._propose(plan)\n",
-        "                self.runner.partial_rows.clear()\n                drafts = self._propose(plan)\n"
+        "                self.runner.partial_rows.clear()\n"
+        "                drafts = self.drafting.propose(plan, self.noise)\n",
+        "                self.runner.partial_rows.clear()\n"
+        "                drafts = self.drafting.propose(plan, self.noise)\n"
         "                self._make_copies(plan)\n",
         "shallow",
     ),
@@ -306,28 +310,28 @@ BOUNDARY_MUTANTS = (
     # -- rows that come back --
     _mutant(
         "rows of the draft come back with wrong parents",
-        "engine/drafting/drafting.py",
+        "propose/host.py",
         "[root if parent < 0 else first_node + parent for parent in draft.row_parents]",
         "[root if parent < 0 else root + parent for parent in draft.row_parents]",
         "rejected_rows",
     ),
     _mutant(
         "rows come back with the position of their slot",
-        "engine/drafting/drafting.py",
-        "depths.append(row if row < num_rows else depths[parent] + 1)",
+        "propose/host.py",
+        "depths.append(row if row < num_due else depths[parent] + 1)",
         "depths.append(row)",
         "scratch_rows",
     ),
     _mutant(
         "statuses of draft rows are off by one",
-        "engine/drafting/drafting.py",
+        "propose/host.py",
         "RowStatus.ACCEPTED if node in accepted",
         "RowStatus.ACCEPTED if node - 1 in accepted",
         "needs_uncached_prompt",
     ),
     _mutant(
         "the first rejected row is shown as accepted",
-        "engine/drafting/drafting.py",
+        "propose/host.py",
         "RowStatus.ACCEPTED if node in accepted",
         "RowStatus.ACCEPTED if node <= len(accepted)",
         "needs_uncached_prompt",
@@ -342,8 +346,8 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "every sample is told to begin",
         "engine/drafting/proposers.py",
-        'self.tell(child, child.drafters[-1], "fork", parent.view, child.view)',
-        'self.tell(child, child.drafters[-1], "begin", child.view)',
+        "copy.proposer.fork(parent.view, child.view)",
+        "copy.proposer.begin(child.view)",
         "needs_uncached_prompt",
     ),
     _mutant(

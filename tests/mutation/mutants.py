@@ -262,11 +262,12 @@ MUTANTS = (
     Mutant(
         "forced tokens written without being verified",
         26,
-        "engine/scheduler.py",
-        "        found = seq.view.processing.forced(min(rows_left, self.useful_depth(seq), MOST_FORCED))\n",
-        "        found = seq.view.processing.forced(min(rows_left, self.useful_depth(seq), MOST_FORCED))\n"
-        "        seq.append(found[0], TokenOrigin.ACCEPTED) if found else None\n"
-        "        found = found[1:]\n",
+        "engine/drafting/planning.py",
+        "    found = seq.view.processing.forced(min(rows_left, seq.useful_depth, MOST_FORCED))\n",
+        "    from outrider.params import TokenOrigin\n\n"
+        "    found = seq.view.processing.forced(min(rows_left, seq.useful_depth, MOST_FORCED))\n"
+        "    seq.append(found[0], TokenOrigin.ACCEPTED) if found else None\n"
+        "    found = found[1:]\n",
         "forced_and_forbidden",
     ),
     Mutant(

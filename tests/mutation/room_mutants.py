@@ -126,7 +126,7 @@ ROOM_MUTANTS = (
     ),
     _mutant(
         "the first member of a merge gets all rows",
-        "engine/scheduler.py",
+        "engine/drafting/planning.py",
         "chance * self._rates[place] if",
         "chance if",
     ),

@@ -18,6 +18,7 @@ from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.config import default_model
 from outrider.draft import Draft, Law
 from outrider.engine import engine
+from outrider.engine.drafting import drafting
 from outrider.lab.prove.tiny import save_random_heads
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
 from outrider.propose import base
@@ -95,7 +96,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
 def llm() -> LLM:
     llm = LLM(dtype="float32")
     # On a busy machine a clock would leave too few rows to trees that adapt.
-    llm.engine.builders.use_pace(FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6}))
+    llm.engine.drafting.builders.use_pace(FixedPace({1: 1.0, 2: 1.0, 3: 1.02, 4: 1.1, 8: 1.6}))
     return llm
 
 
@@ -122,7 +123,7 @@ def drafts(
 ) -> list[Draft]:
     """Every draft of some texts, as the engine verified it."""
     seen: list[Draft] = []
-    stock: Callable[..., Any] = engine.propose_all
+    stock: Callable[..., Any] = drafting.propose_all
 
     def watched(*args: Any) -> Any:
         steps = stock(*args)
@@ -130,7 +131,7 @@ def drafts(
         return steps
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "propose_all", watched)
+        patch.setattr(drafting, "propose_all", watched)
         seeds = count(1)  # the same draws in every run
         patch.setattr(engine.secrets, "randbits", lambda bits: next(seeds))
         settings = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **params})

@@ -11,9 +11,10 @@ from tests.mutation.killers import least_allowed
 from tests.statistical import planted
 
 from outrider.draft import Draft, Law
-from outrider.engine import engine, verification
+from outrider.engine import verification
+from outrider.engine.drafting import drafting
+from outrider.engine.drafting.asking import StepDraft
 from outrider.engine.drafting.choices import ChoiceSets
-from outrider.engine.drafting.drafting import StepDraft
 from outrider.govern.acceptance import POSITIONS, Experience, Shares
 from outrider.lab.prove.engine import BOUND, EngineProof
 from outrider.lab.prove.settings import SETTINGS
@@ -269,12 +270,12 @@ def test_a_best_first_tree_that_looks_at_a_token_before_it_keeps_its_row_has_fau
 
 def test_a_choice_that_is_made_after_the_draw_is_noticed(proof, monkeypatch):
     """The engine may choose by anything that it knew before a draft was drawn, and by nothing that came after."""
-    ask = engine.propose_all
+    ask = drafting.propose_all
 
     def peeking(*args):
         return [StepDraft() if 2 in step.draft.token_ids else step for step in ask(*args)]
 
-    monkeypatch.setattr(engine, "propose_all", peeking)
+    monkeypatch.setattr(drafting, "propose_all", peeking)
     assert proof.prove(BY_NAME["the engine chooses, token rule"], 3).measured > 1e-3
 
 

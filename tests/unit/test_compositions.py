@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.engine.scheduler import RowShares
+from outrider.engine.drafting.planning import RowShares
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
 from outrider.propose.compositions import MAX_DEPTH, turns_of
 from outrider.propose.defaults import SpeculationDefaults

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.draft import EMPTY, Draft, Law, ScratchRows, depths_of
+from outrider.engine.drafting.asking import StepDraft, propose_all
 from outrider.engine.drafting.choosing import member_drafts
-from outrider.engine.drafting.drafting import StepDraft, propose_all
 from outrider.engine.drafting.proposers import TreeBuilders
 from outrider.engine.scheduler import ScheduledSequence, Turn
-from outrider.engine.sequence import Drafter
+from outrider.engine.sequence import Drafter, SharedProposer
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.params import TokenOrigin
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
@@ -415,14 +415,15 @@ def scheduled(*proposers: Proposer | None, budget: int = 5) -> Asked:
     seq = make_sequence(3)
     for index, proposer in enumerate(proposers):
         if proposer is not None:
-            seq.drafters.append(Drafter(index, Planted(tag=index), proposer))
+            host = SharedProposer(proposer, VOCAB, Planted(tag=index))
+            seq.drafters.append(Drafter(index, host.method, host, seq.request.request_id, seq.stats))
     known = iter(seq.drafters)
     who = [None if proposer is None else next(known) for proposer in proposers]
     return Asked(ScheduledSequence(seq, 1, in_line(*(turn(budget) for _ in proposers))), who)
 
 
 def steps(*asked: Asked) -> list[StepDraft]:
-    return propose_all([a.item for a in asked], [a.drafters for a in asked], BUILDERS, KeyedNoise(), VOCAB)
+    return propose_all([a.item for a in asked], [a.drafters for a in asked], BUILDERS, KeyedNoise())
 
 
 def ask(*asked: Asked) -> list[Draft]:
@@ -434,7 +435,7 @@ def faults(asked: Asked) -> tuple[int, bool]:
     seq: EngineSequence = asked.item.seq
     (drafter,) = seq.drafters
     assert drafter.num_faults == seq.stats.num_proposer_faults
-    return seq.stats.num_proposer_faults, drafter.demoted
+    return seq.stats.num_proposer_faults, not drafter.believed
 
 
 GOOD = Draft.chain([1, 2], Law.DETERMINISTIC)
@@ -584,7 +585,7 @@ def test_a_fault_costs_its_own_turn_and_demotes_its_own_drafter() -> None:
     assert first.draft.laws == (Law.SAMPLED,) * 3 + (Law.DETERMINISTIC,) * 2
     assert second.draft.laws == (Law.SAMPLED,) * 2 + (Law.OPAQUE,) + (Law.DETERMINISTIC,) * 2
     assert second.draft.token_ids == (1, 2, 0, 1, 2)
-    assert [d.demoted for d in asked.item.seq.drafters] == [False, True, False]
+    assert [d.believed for d in asked.item.seq.drafters] == [True, False, True]
     assert [d.num_faults for d in asked.item.seq.drafters] == [0, 2, 0]
     assert asked.item.seq.stats.num_proposer_faults == 2
 
@@ -676,7 +677,7 @@ def test_a_bad_member_costs_its_own_draws_alone() -> None:
     asked.item.turns = (pooled(3), pooled(3))
     (step,) = steps(asked)
     assert step.draft.laws == (Law.SAMPLED,) * 3, "two of the good member, and the first of the bad one"
-    assert [d.demoted for d in asked.item.seq.drafters] == [False, True]
+    assert [d.believed for d in asked.item.seq.drafters] == [True, False]
     (step,) = steps(asked)
     assert step.draft.laws == (Law.SAMPLED, Law.SAMPLED, Law.OPAQUE)
 

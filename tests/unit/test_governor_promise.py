@@ -226,7 +226,7 @@ def test_a_purse_never_loses_more_than_it_promises() -> None:
             kept.spend(longer)
             kept.spend(-back)
             lost += longer - back
-        kept.end_step(0.05, 0.05)
+        kept.earn(0.05, 0.05)
         clock += 0.05
         past.append((clock, lost))
     for first, (begun, before) in enumerate(past[::7]):
@@ -239,7 +239,7 @@ def test_a_pause_of_the_machine_is_forgotten_within_seconds() -> None:
     kept, clock = SecondsBucket(0.05), 0.0
     kept.spend(3.0)
     while not kept.affords(0.01):
-        kept.end_step(0.05, 0.05)
+        kept.earn(0.05, 0.05)
         clock += 0.05
     assert clock <= 10.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -41,7 +42,7 @@ def no_runner(model: str, **how: Any) -> Any:
     raise AssertionError("no model is needed")
 
 
-TARGET: Any = object()
+TARGET: Any = SimpleNamespace(vocab_size=4)
 
 
 def proposers(kept: Method | None = None) -> ProposerSet:

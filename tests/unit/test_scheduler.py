@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
+from outrider.engine.drafting.planning import Planner, RowShares, as_requested, plan_drafts
 from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler, Turn
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.params import TokenOrigin
@@ -20,18 +21,24 @@ from tests.unit.builders import DRAFTING, Planted, PlantedTree
 
 
 class MemoryScheduler(Scheduler):
-    """A scheduler, and the blocks that all its sequences share."""
+    """A scheduler with all that follows it in the planning of a step, and the blocks that all its sequences share."""
 
-    def __init__(self, config: SchedulerConfig, max_model_len: int, blocks: BlockManager) -> None:
-        super().__init__(config, max_model_len)
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        super().__init__(config)
         self.blocks = blocks
+        self.planner: Planner = as_requested
+
+    def schedule(self) -> Schedule:
+        plan = super().schedule()
+        plan_drafts(plan, self.planner, RowShares())
+        return plan
 
 
 def scheduler(
-    *, rows: int = 100, seqs: int = 8, blocks: int = 50, block_size: int = 4, caching: bool = True, max_len: int = 1000
+    *, rows: int = 100, seqs: int = 8, blocks: int = 50, block_size: int = 4, caching: bool = True
 ) -> MemoryScheduler:
     config = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=rows)
-    return MemoryScheduler(config, max_len, BlockManager(blocks, block_size, prefix_caching=caching))
+    return MemoryScheduler(config, BlockManager(blocks, block_size, prefix_caching=caching))
 
 
 def make_request(s: MemoryScheduler, prompt: int | list[int], **how: Any) -> Request:
@@ -105,7 +112,7 @@ def running(s: MemoryScheduler, prompt: int | list[int], **how: Any) -> Sequence
 def test_nothing_to_do_is_an_empty_plan() -> None:
     s = scheduler()
     assert not s.has_work
-    assert s.schedule() == Schedule()
+    assert not s.schedule().items
 
 
 def test_a_prompt_that_fits_is_computed_at_once() -> None:
@@ -402,7 +409,7 @@ def test_drafts_leave_room_for_the_token_behind_them_in_max_tokens(max_tokens: i
 
 @pytest.mark.parametrize(("max_len", "expected"), [(5, 0), (6, 1), (9, 4), (10, 5), (100, 5)])
 def test_drafts_leave_room_for_the_token_behind_them_in_the_context(max_len: int, expected: int) -> None:
-    s = scheduler(max_len=max_len)
+    s = scheduler()
     assert budget_of(s, running(s, 3, speculation=DRAFTING, max_model_len=max_len)) == expected
 
 
@@ -577,7 +584,7 @@ def test_turns_together_leave_room_for_the_token_behind_them(
 
 @pytest.mark.parametrize(("max_len", "budgets"), [(5, []), (6, [1]), (9, [3, 1]), (13, [3, 4, 1]), (100, [3, 4, 5])])
 def test_turns_together_leave_room_in_the_context(max_len: int, budgets: list[int]) -> None:
-    s = scheduler(max_len=max_len)
+    s = scheduler()
     seq = running(s, 3, max_model_len=max_len)
     planned(s, chain(1, 3), chain(2, 4), chain(3, 5))
     assert [turn.budget for turn in turns_of(s, seq)] == budgets
@@ -677,7 +684,6 @@ class Simulation:
             blocks=blocks,
             block_size=self.size,
             caching=rng.random() < 0.7,
-            max_len=self.max_len,
         )
         if rng.random() < 0.5:
             self.s.planner = lambda seq: tuple(rng.choice(PLANS) for _ in range(rng.randint(0, 3)))

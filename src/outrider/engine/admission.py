@@ -24,12 +24,7 @@ def check_request(
     config: SchedulerConfig,
     options: RequestOptions = NO_OPTIONS,
 ) -> None:
-    """Refuse what the engine, the model or the memory cannot serve.
-
-    Raises:
-        InvalidPromptError: Empty, too long, or with tokens outside the vocabulary.
-        InvalidParameterError, ContradictionError, UnsupportedParameterError: Parameters that cannot be served.
-    """
+    """Raise an InputError for what the engine, the model or the memory cannot serve."""
     _check_prompt(tokens, params, loaded)
     if options.decoder_prompt:
         _check_decoder_prompt(options.decoder_prompt, loaded)
@@ -70,11 +65,8 @@ def check_prompt_ids(tokens: tuple[int, ...], vocab_size: int, field: str = "pro
 
 
 def bad_word_ids(params: SamplingParams, tokenizer: Any | None) -> tuple[tuple[int, ...], ...]:
-    """Every token sequence that `params` bans. A word is banned as it begins a text and as it follows a space.
-
-    Raises:
-        ContradictionError: There are words but no tokenizer.
-    """
+    """Every token sequence that `params` bans. A word is banned as it begins a text and as it follows a space; where there
+    is no tokenizer, that is a ContradictionError."""
     if params.bad_words and tokenizer is None:
         raise ContradictionError("bad_words", params.bad_words, "the model has no tokenizer", "Use bad_words_ids.")
     words = dict.fromkeys(params.bad_words_ids)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from outrider.draft import Draft
-from outrider.engine.drafting import drafting
-from outrider.engine.drafting.choosing import MethodChoice
-from outrider.engine.drafting.drafting import ComputedRows, StepDraft, teach
-from outrider.engine.drafting.proposers import AcceptanceCheck
+from outrider.engine.drafting.asking import Committed, StepDraft
 from outrider.engine.failures import Failures
-from outrider.engine.scheduler import RowShares, Schedule
+from outrider.engine.scheduler import Schedule
 from outrider.engine.sequence import Sequence, Status, piece
 from outrider.engine.stats import EngineStats
 from outrider.engine.tenants import Tenants
@@ -24,63 +21,42 @@ from outrider.params import TokenOrigin
 from outrider.results import DraftedBy, DrawTrace, Likely, RoundTrace, RowTrace
 from outrider.structured.grammar import GrammarError
 from outrider.verify.logits import Decode, target_probs
-from outrider.verify.verifier import DraftCandidate, Verdict
+from outrider.verify.verifier import DraftCandidate
 
 
 class Committing:
     """Writes down what stands.
 
-    Args:
-        stats: Where tokens are counted.
-        tenants: Who has had how much.
-        failures: Ends requests that cannot go on.
-        method_choice: Knows why a sequence drafted as it did.
-        shares: How the members of compositions share rows.
-        decode: Text of a token.
+    `reason` knows why a sequence drafted as it did, and `decode` the text of a token.
     """
 
     def __init__(
-        self,
-        stats: EngineStats,
-        tenants: Tenants,
-        failures: Failures,
-        method_choice: MethodChoice,
-        shares: RowShares,
-        decode: Decode,
+        self, stats: EngineStats, tenants: Tenants, failures: Failures, reason: Callable[..., str], decode: Decode
     ) -> None:
         self._stats = stats
         self._tenants = tenants
         self._failures = failures
-        self._method_choice = method_choice
-        self._shares = shares
+        self._reason = reason
         self._decode = decode
-        self._acceptance_check = AcceptanceCheck()
 
     def commit(
         self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput, judged: dict[int, Judged]
-    ) -> dict[int, int]:
-        """Returns how many draft tokens entered each text, by place in the plan, where a token was due."""
-        computed: list[ComputedRows] = []
-        entered: dict[int, int] = {}
+    ) -> list[Committed]:
+        """Write down what each sequence has gained; returns its rows, but for those that failed."""
+        committed = []
         for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
             if item.seq.request.error is not None:
                 continue
             with self._failures.contained(item.seq, "its commit"):
                 found = self._commit_one(place, plan, step, out, judged.get(place))
-                if found is None:
-                    continue
-                if place in judged:
-                    entered[place] = len(found.accepted)
-                if item.seq.drafters:
-                    computed.append(found)
-        if computed:
-            drafting.show(computed, out)
-        return entered
+                if found is not None:
+                    committed.append(found)
+        return committed
 
     def _commit_one(
         self, place: int, plan: Schedule, step: StepDraft, out: ForwardOutput, judged: Judged | None
-    ) -> ComputedRows | None:
-        """Write down what a sequence has gained; returns what its proposers may see, or None if it failed."""
+    ) -> Committed | None:
+        """Write down what a sequence has gained; None if it failed."""
         item = plan.items[place]
         seq, accepted = item.seq, tuple[int, ...]()
         start = seq.state.num_computed
@@ -95,7 +71,8 @@ class Committing:
         seq.state.commit(start, [*range(item.num_rows), *(item.num_rows + node for node in accepted)])
         seq.state.enter_regime(len(seq.token_ids))
         seq.state.publish(seq.token_ids)
-        return ComputedRows(item, step, place, start, accepted)
+        verdict = None if judged is None else judged.verdict
+        return Committed(seq.view, start, item.num_rows, step.draft, accepted, place, item, step, verdict)
 
     def _extend(
         self, seq: Sequence, step: StepDraft, out: ForwardOutput, judged: Judged, num_sequences: int
@@ -103,24 +80,17 @@ class Committing:
         """Append what stands; returns the draft tokens that entered the text."""
         draft, verdict = step.draft, judged.verdict
         before = seq.num_output_tokens
-        found = None
-        if seq.request.options.trace:
-            reason = self._method_choice.reason(seq, drafted=len(draft) > 0)
-            candidate, logits = judged.candidate, judged.logits
-            found = trace(seq, step, candidate, verdict, logits, reason, num_sequences, self._decode)
         written, fault = _append(seq, step, judged)
         score(seq, judged.candidate, written, out.logits, judged.logits, self._decode)
         num_written = len(written)
         num_accepted = min(num_written, len(verdict.path))
-        if found is not None:
-            wrote = num_written > num_accepted
-            seconds, begun = self._stats.step_seconds, seq.request.begun
-            seq.rounds.append(close(found, num_accepted, seconds, begun, wrote_token=wrote))
+        if seq.request.options.trace:
+            reason, seconds = self._reason(seq, drafted=len(draft) > 0), self._stats.step_seconds
+            seq.rounds.append(trace(seq, step, judged, num_written, num_sequences, reason, seconds, self._decode))
         seq.stats.num_target_passes += 1
         self._stats.num_committed_tokens += num_written
         self._tenants.charge(seq, num_written)
         seq.view.round += 1  # also where nothing was drafted: the keys of a round may be spent
-        self._teach(seq, step, verdict)
         if len(draft):
             rejected = num_written > num_accepted and verdict.origin is TokenOrigin.RECOVERED
             seq.stats.observe_draft(len(draft), draft.depth, num_accepted, rejected=rejected)
@@ -133,19 +103,6 @@ class Committing:
         if fault is not None:
             self._failures.fail_at_row(seq, fault)
         return verdict.path[:num_accepted]
-
-    def _teach(self, seq: Sequence, step: StepDraft, verdict: Verdict) -> None:
-        """Tell those who shaped a draft what of it stands; what raises there costs drafts and no text."""
-        try:
-            teach(step, verdict.path, greedy=seq.request.params.greedy)
-            for part, drafter in step.drafted:
-                outcome = part.outcome(verdict.path)
-                self._shares.observe(drafter.method, *outcome)
-                self._acceptance_check.observe(drafter.method, *outcome)
-        except Exception as error:
-            seq.stats.num_proposer_faults += 1
-            for _, drafter in step.drafted:
-                drafter.report_fault(seq.request.request_id, f"its tree builder raised {error!r}")
 
 
 def _append(seq: Sequence, step: StepDraft, judged: Judged) -> tuple[Written, BaseException | None]:
@@ -178,34 +135,22 @@ _LIKELIEST = 5
 def trace(
     seq: Sequence,
     step: StepDraft,
-    candidate: DraftCandidate,
-    verdict: Verdict,
-    logits: Tensor,
-    reason: str,
+    judged: Judged,
+    num_written: int,
     num_sequences: int,
+    reason: str,
+    seconds: dict[str, float],
     decode: Decode,
 ) -> RoundTrace:
-    """What was drafted and decided; what entered the text is filled in by `close`.
-
-    Args:
-        seq: Whose.
-        step: Its draft, and who drafted it.
-        candidate: As it was verified.
-        verdict: The accepted draft nodes and the token drawn after them.
-        logits: [num_logits, vocab_size] as the parameters left them.
-        reason: Why this was drafted, or nothing.
-        num_sequences: Of the step.
-        decode: How tokens read.
-    """
-    draft, size = step.draft, len(step.draft)
-    wanted = target_probs(logits[slice(*candidate.rows)], [candidate.sampling] * (size + 1))
-    end = verdict.path[-1] if verdict.path else -1
-    written = {end: verdict.token_id}
+    """The trace of a round in which so many tokens entered the text; `seconds` are those of the step by phase."""
+    draft, size, candidate, verdict = step.draft, len(step.draft), judged.candidate, judged.verdict
+    wanted = target_probs(judged.logits[slice(*candidate.rows)], [candidate.sampling] * (size + 1))
+    written = {verdict.path[-1] if verdict.path else -1: verdict.token_id}
     draws = _draws(draft)
     first = {draw.node: draw for draw in reversed(draws)}
     return RoundTrace(
         round=seq.view.round,
-        position=len(seq.token_ids),
+        position=len(seq.token_ids) - num_written,
         token_ids=draft.token_ids,
         parents=draft.parents,
         laws=tuple(first[node].law for node in range(size)),
@@ -216,37 +161,19 @@ def trace(
         num_sequences=num_sequences,
         rule=candidate.rule.name.lower() if size else None,
         coins=tuple(candidate.coins or ()),
-        accepted=verdict.path,
-        token_id=verdict.token_id,
+        accepted=verdict.path[:num_written],
+        token_id=verdict.token_id if num_written > len(verdict.path) else None,
         reason=reason,
-        seconds={},
+        seconds={phase: seconds[phase] for phase in ("schedule", "propose", "forward", "verify")},
         texts=tuple(decode(token) for token in draft.token_ids),
         rows=tuple(_row(candidate, node, wanted[node + 1], written.get(node), decode) for node in range(-1, size)),
-        at=0.0,
+        at=perf_counter() - seq.request.begun,
         draws=draws,
     )
 
 
-def close(
-    found: RoundTrace, num_accepted: int, seconds: dict[str, float], begun: float, *, wrote_token: bool
-) -> RoundTrace:
-    """The trace with what entered the text, since an accepted token may have ended it, and the times of the phases that
-    came before the commit.
-
-    Args:
-        found: What `trace` returned.
-        num_accepted: Draft tokens that entered the text.
-        seconds: Of the step, by phase.
-        begun: When the request was made, on the clock of time.perf_counter.
-        wrote_token: Whether the token behind them entered the text.
-    """
-    token = found.token_id if wrote_token else None
-    times = {phase: seconds[phase] for phase in ("schedule", "propose", "forward", "verify")}
-    return replace(found, accepted=found.accepted[:num_accepted], token_id=token, seconds=times, at=perf_counter() - begun)
-
-
 def _row(candidate: DraftCandidate, node: int, wanted: Tensor, written: int | None, decode: Decode) -> RowTrace:
-    """What could have come after `node`, with `wanted` [vocab_size] the target's probabilities there."""
+    """The tokens that could have come after `node`, with `wanted` [vocab_size] the target's probabilities there."""
     draft, residual = candidate.draft, candidate.residuals.get(node)
     children = draft.children(node)
     drawn = next(

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from itertools import count
-from time import perf_counter
 from typing import Any
 
 from outrider.config import NO_OPTIONS, RequestOptions, SchedulerConfig
 from outrider.engine.admission import bad_word_ids, check_request
 from outrider.engine.committing import Committing
-from outrider.engine.drafting import drafting
-from outrider.engine.drafting.calibration import ExperienceFiles, calibrate
-from outrider.engine.drafting.choosing import MethodChoice
-from outrider.engine.drafting.drafting import StepDraft, prefill_all, propose_all
-from outrider.engine.drafting.proposers import Drafters, ProposerSet, TreeBuilders
+from outrider.engine.drafting.asking import StepDraft, aux_layers, requirements
+from outrider.engine.drafting.drafting import Drafting
+from outrider.engine.drafting.proposers import ProposerSet
 from outrider.engine.failures import REMEDIES, Failures
 from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.engine.stats import EngineStats
 from outrider.engine.text import TextStream
-from outrider.engine.verification import Judged, Verification
+from outrider.engine.verification import Verification
 from outrider.errors import EngineBusyError, EngineStalledError, ForwardError, StepAbortedError
-from outrider.govern.costs import StepTimes
 from outrider.model.batch import Segment
-from outrider.model.memory import measure_passes
 from outrider.model.resumed_forward import TargetPass
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.params import SamplingParams, TokenOrigin
-from outrider.propose.base import Proposer
-from outrider.propose.compositions import parts_of
-from outrider.propose.draft_model import DraftModelProposer
-from outrider.propose.settings import Method, SpeculationConfig
-from outrider.propose.trees.adaptive import Pace
+from outrider.propose.settings import SpeculationConfig
 from outrider.results import RequestStats
 from outrider.structured.grammar import GrammarCompiler, GrammarState
 from outrider.verify.noise import KeyedNoise, NoiseSource
@@ -44,43 +35,22 @@ logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """Drives requests to their end, a step at a time. Single-threaded.
-
-    Args:
-        runner: The target.
-        config: Limits of a step.
-        proposers: Who may draft.
-
-    Attributes:
-        grammars: Compiles structures, in any thread.
-    """
+    """Drives requests to their end, a step at a time. Single-threaded."""
 
     def __init__(self, runner: ModelRunner, config: SchedulerConfig, proposers: ProposerSet) -> None:
         self.runner = runner
         self.proposers = proposers
-        self.scheduler = Scheduler(config, runner.loaded.max_model_len)
+        self.scheduler = Scheduler(config)
         self.stats = EngineStats()
-        self.builders = TreeBuilders(proposers, lambda: Pace(measure_passes(runner)))
-        self.method_choice = MethodChoice(
-            proposers,
-            lambda drafts: calibrate(runner, _runners(drafts)),
-            partial(ExperienceFiles.of, runner),
-            self.scheduler.shares,
-            invariant=runner.invariant,
-            max_rows=config.max_num_batched_tokens,
-        )
-        self.scheduler.planner = self.method_choice.planner
+        self.drafting = Drafting(runner, config, proposers, self.stats)
         self._target_pass = TargetPass(runner)
         loaded = runner.loaded
-        self.grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+        self.grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)  # for any thread
         decode = lru_cache(65_536)(partial(_decode_token, loaded.tokenizer))  # a method would keep the engine alive
-        self._drafters = Drafters(proposers)
         self._failures = Failures(self.stats)
         self.noise: NoiseSource = KeyedNoise()
-        self._verification = Verification(self.noise, self._failures, self.method_choice)
-        tenants = self.scheduler.tenants
-        shares = self.scheduler.shares
-        self._committing = Committing(self.stats, tenants, self._failures, self.method_choice, shares, decode)
+        self._verification = Verification(self.noise, self._failures)
+        self._committing = Committing(self.stats, self.scheduler.tenants, self._failures, self.drafting.reason, decode)
         self._ids = count()
         self._seq_ids = count()
         self._stepping = False
@@ -134,29 +104,10 @@ class Engine:
         return request
 
     def admit(self, request: Request) -> None:
-        """Queue a request that was prepared; its method's proposer is built if it is not alive yet.
-
-        Raises:
-            InputError, ModelError, ProposerError: The method that it names cannot be used.
-        """
-        first = request.sequences[0]
-        self.load_method(request.speculation)
-        if request.speculation.engine_chooses:
-            for method in self._methods_with_layers(request.speculation):
-                self._drafters.of(first, method)
-        else:
-            for part in parts_of(request.speculation):
-                self.builders.prepare(part.tree)
-                if part.method is not None:
-                    self._drafters.of(first, part.method)
-        self.scheduler.add(first)
-
-    def _methods_with_layers(self, speculation: SpeculationConfig) -> list[Method]:
-        """Those among the candidates that must see a text from its first row on, should the engine choose them later: what
-        their own layers would hold of earlier rows cannot be had any more."""
-        parts = [part.method for each in speculation.candidates for part in parts_of(each)]
-        needed = [(method, self.proposers.get(method).requires) for method in parts if method is not None]
-        return [method for method, requires in needed if requires is not None and requires.added_layers is not None]
+        """Queue a request that was prepared; its method's proposer is built if it is not alive yet. It raises what
+        `load_method` does."""
+        self.drafting.begin(request)
+        self.scheduler.add(request.sequences[0])
 
     def load_method(self, speculation: SpeculationConfig) -> None:
         """Load what these settings draft with, and measure what it costs where the engine chooses; now and not in a step.
@@ -164,10 +115,7 @@ class Engine:
         Raises:
             InputError, ModelError, ProposerError: A method cannot be used.
         """
-        if speculation.engine_chooses:
-            self.method_choice.admit(speculation.candidates)
-        else:
-            self.proposers.prepare(speculation)
+        self.drafting.load(speculation)
 
     def add_request(
         self,
@@ -227,8 +175,8 @@ class Engine:
         try:
             with self.stats.timed("schedule"):
                 self._fork_ready()
-                self.method_choice.decide(self.scheduler.running, self.scheduler.useful_depth)
                 plan = self.scheduler.schedule()
+                self.drafting.plan(plan)
         except BaseException as error:
             self._failures.abandon(self.scheduler.running, error)
             raise
@@ -239,8 +187,8 @@ class Engine:
             with self.stats.timed("propose"):
                 self._make_copies(plan)  # first of all: a proposer may read the target's KV
                 self.runner.partial_rows.clear()
-                drafts = self._propose(plan)
-            self._score_idle()
+                drafts = self.drafting.propose(plan, self.noise)
+            self.drafting.score_idle(self.noise)
             with self.stats.timed("forward"):
                 out = self._forward(plan, drafts)
             if out is None:
@@ -248,9 +196,9 @@ class Engine:
             with self.stats.timed("verify"):
                 judged = self._verification.verify(plan, drafts, out)
             with self.stats.timed("commit"):
-                accepted = self._committing.commit(plan, drafts, out, judged)
-            self._observe_pace(plan, drafts, judged)
-            self._observe_choice(plan, drafts, judged, accepted)
+                committed = self._committing.commit(plan, drafts, out, judged)
+                self.drafting.observe(committed, out)
+            self.drafting.learn(plan, drafts, committed)
         except BaseException as error:
             self._failures.abandon([item.seq for item in plan.items], error)
             raise
@@ -266,49 +214,6 @@ class Engine:
                     memory.make_copies([item.seq.state])
             plan.items = [item for item in plan.items if item.seq.request.error is None]
 
-    def _observe_pace(self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, Judged]) -> None:
-        """Let trees that adapt know how fast texts grow; a step with a prompt in it tells nothing of that."""
-        try:
-            self._tell_pace(plan, drafts, judged)
-        except Exception:  # it concerns the speed of drafts, and no text
-            logger.exception("the pace of a step could not be observed")
-
-    def _tell_pace(self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, Judged]) -> None:
-        if self.builders.measured and all(item.num_rows == 1 for item in plan.items):
-            seconds = self.stats.step_seconds
-            num_tokens = sum(len(each.verdict.path) + 1 for each in judged.values())
-            adaptive = all(part.builder.learns for step in drafts for part, _ in step.drafted)
-            num_levels = max(step.draft.depth - step.num_forced for step in drafts) if adaptive else 0
-            self.builders.observe_step(num_tokens, sum(seconds.values()), num_levels, seconds["propose"])
-
-    def _score_idle(self) -> None:
-        """Score idle methods, where the engine chooses who drafts; no row of the target is computed for it."""
-        for seq, method, shadow in self.method_choice.shadows():
-            start = perf_counter()
-            drafter = self._drafters.of(seq, method)
-            if drafter is not None:
-                try:
-                    self.method_choice.shadow(seq, drafter.proposer, drafter.index, shadow, self.noise)
-                except KeyboardInterrupt:
-                    raise
-                except BaseException as error:
-                    drafter.report_fault(seq.request.request_id, repr(error))
-                    seq.stats.num_proposer_faults += 1
-            self.method_choice.spent(seq, shadow, perf_counter() - start)
-
-    def _observe_choice(
-        self, plan: Schedule, drafts: list[StepDraft], judged: dict[int, Judged], accepted: dict[int, int]
-    ) -> None:
-        """Let the engine's choice of methods know what became of it."""
-        for decision in self.method_choice.decisions.values():
-            self.stats.chosen[decision.method or "none", decision.num_draft_tokens] += 1
-            self.stats.reasons[decision.why] += 1
-        seconds = self.stats.step_seconds
-        host = seconds["schedule"] + seconds["verify"] + seconds["commit"]
-        verdicts = {place: each.verdict for place, each in judged.items()}
-        times = StepTimes(seconds["propose"], seconds["forward"], host)
-        self.method_choice.observe(plan.items, drafts, verdicts, accepted, times)
-
     def _settle(self) -> None:
         """After a step: take out who has finished, and stop who was cancelled meanwhile."""
         for seq in [seq for seq in self.scheduler.running if seq.status is Status.FINISHED]:
@@ -316,8 +221,7 @@ class Engine:
         ended, self._failures.ended = self._failures.ended, []
         for request in ended:
             self.cancel(request)
-        for method in self.proposers.end_step():
-            self._drafters.switch_off(method, [*self.scheduler.running, *self.scheduler.waiting])
+        self.drafting.end_step(self.scheduler)
 
     def _explain_stall(self) -> None:
         """Raise where waiting on would never end."""
@@ -331,29 +235,33 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where the books disagree; for tests, between two steps."""
-        check_integrity(self.scheduler, self.runner, self.proposers)
+        """Raise AssertionError where the books disagree; between two steps."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert all(seq.status is Status.RUNNING for seq in running), "a finished sequence still runs"
+        assert all(seq.status is Status.WAITING for seq in waiting), "a finished sequence still waits"
+        assert not any(seq.state.block_table for seq in waiting), "a waiting sequence holds blocks"
+        self.runner.memory.check_integrity([seq.state for seq in running])
+        for proposer in self.proposers:
+            proposer.check_integrity()
 
     def check_rest(self) -> None:
         """Raise AssertionError where an engine without work still holds something of a text that has ended."""
-        check_rest(self.scheduler, self.runner, self.proposers)
+        self.check_integrity()
+        blocks, num_users = self.runner.blocks, sum(self.proposers.num_users.values())
+        assert not self.has_work, "texts are still written or wait"
+        assert blocks.num_free == blocks.num_blocks, f"{blocks.num_blocks - blocks.num_free} blocks are still held"
+        assert not num_users, f"proposers are still in use by {num_users} texts"
+        for proposer in self.proposers:
+            proposer.check_rest()
 
     def rebuild(self, requests: Iterable[Request], error: BaseException) -> None:
         """Begin anew where a fault has left the books wrong: over the same weights, with an empty memory and new proposers.
-
-        Args:
-            requests: All that are under way. They end with a StepAbortedError.
-            error: What happened.
-        """
+        All requests that are under way end with a StepAbortedError."""
         self._stepping, self._failures.ended = False, []
-        old = self.scheduler
-        self.scheduler = Scheduler(old.config, old.max_model_len, old.tenants)
-        self.scheduler.shares = old.shares
-        self.scheduler.planner = old.planner
+        self.scheduler = Scheduler(self.scheduler.config, self.scheduler.tenants)
         self.runner.blocks.reset()
         self.runner.partial_rows.clear()
-        self.proposers.dismiss_all()
-        self.method_choice.forget()
+        self.drafting.dismiss()
         for request in requests:
             if not request.finished:
                 problem = f"the engine had to begin anew after {type(error).__name__}"
@@ -378,17 +286,7 @@ class Engine:
 
     def _fork(self, parent: Sequence, child: Sequence) -> None:
         self.scheduler.start_fork(parent, child)
-        self._drafters.fork(parent, child)
-
-    # -- propose -------------------------------------------------------------------------------------------------------
-
-    def _propose(self, plan: Schedule) -> list[StepDraft]:
-        prefill_all(plan.items)
-        if not any(item.turns for item in plan.items):
-            # At once: beside a small model's pass, the ways of drafting take time.
-            return [StepDraft.of_forced(item.forced) for item in plan.items]
-        drafters = [[self._drafters.of(item.seq, turn.method) for turn in item.turns] for item in plan.items]
-        return propose_all(plan.items, drafters, self.builders, self.noise, self.runner.loaded.vocab_size)
+        self.drafting.fork(parent, child)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -411,7 +309,7 @@ class Engine:
             return None
         try:
             kvs = [item.seq.view.kv for item in plan.items]
-            out = self._target_pass.forward(segments, kvs, drafting.aux_layers(plan.items))
+            out = self._target_pass.forward(segments, kvs, aux_layers(plan.items))
         except Exception as error:
             logger.exception("the target's forward pass failed")
             for request in {item.seq.request.request_id: item.seq.request for item in plan.items}.values():
@@ -429,17 +327,11 @@ class Engine:
         if seq.retired:
             return
         seq.retired = True
-        self.method_choice.finish(seq)
         self.scheduler.remove(seq)
         self.noise.forget(seq.seq_id)
-        self._drafters.finish(seq)
+        self.drafting.finish(seq)
         self.stats.finished.add(seq.stats)
         self.stats.by_method.setdefault(seq.request.speculation.name, RequestStats()).add(seq.stats)
-
-
-def _runners(proposers: Mapping[str, Proposer]) -> dict[str, ModelRunner]:
-    """The models of those that run one of their own."""
-    return {name: each.runner for name, each in proposers.items() if isinstance(each, DraftModelProposer)}
 
 
 def _decode_token(tokenizer: Any | None, token_id: int) -> str | None:
@@ -447,7 +339,7 @@ def _decode_token(tokenizer: Any | None, token_id: int) -> str | None:
 
 
 def _may_fork(seq: Sequence) -> bool:
-    """Whether the other samples of its request can start from it."""
+    """True if the other samples of its request can start from it."""
     return not seq.forked and seq.num_missing == 1
 
 
@@ -462,7 +354,7 @@ def segment_of(item: ScheduledSequence, step: StepDraft) -> Segment:
     parents = None
     if not draft.rows_are_chain:  # row 0 is the last committed token, node i is row i + 1
         parents = (-1, *(parent + 1 for parent in draft.row_parents))
-    needed = drafting.requirements(item)
+    needed = requirements(item)
     first_logit = item.num_rows - 1 if item.completes else item.num_rows
     if any(n.target_top_k and n.needs_uncached_prompt for n in needed) or (
         seq.index == 0 and seq.request.params.prompt_logprobs is not None
@@ -471,28 +363,3 @@ def segment_of(item: ScheduledSequence, step: StepDraft) -> Segment:
     last_logit = None if any(n.target_top_k for n in needed) else item.num_rows + len(draft)
     rows = (*seq.token_ids[start:stop], *draft.row_token_ids)
     return Segment.of(seq.state, rows, start, parents, first_logit, last_logit, certain=stop)
-
-
-# --- Checks that the engine's bookkeeping is consistent: running and waiting sequences, blocks and proposers.
-
-
-def check_integrity(scheduler: Scheduler, runner: ModelRunner, proposers: ProposerSet) -> None:
-    """Raise AssertionError where the books disagree; between two steps."""
-    running, waiting = scheduler.running, scheduler.waiting
-    assert all(seq.status is Status.RUNNING for seq in running), "a finished sequence still runs"
-    assert all(seq.status is Status.WAITING for seq in waiting), "a finished sequence still waits"
-    assert not any(seq.state.block_table for seq in waiting), "a waiting sequence holds blocks"
-    runner.memory.check_integrity([seq.state for seq in running])
-    for proposer in proposers:
-        proposer.check_integrity()
-
-
-def check_rest(scheduler: Scheduler, runner: ModelRunner, proposers: ProposerSet) -> None:
-    """Raise AssertionError where an engine without work still holds something of a text that has ended."""
-    check_integrity(scheduler, runner, proposers)
-    blocks, num_users = runner.blocks, sum(proposers.num_users.values())
-    assert not scheduler.has_work, "texts are still written or wait"
-    assert blocks.num_free == blocks.num_blocks, f"{blocks.num_blocks - blocks.num_free} blocks are still held"
-    assert not num_users, f"proposers are still in use by {num_users} texts"
-    for proposer in proposers:
-        proposer.check_rest()

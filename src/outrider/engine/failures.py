@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from outrider.engine.sequence import Request, Sequence
 from outrider.engine.stats import EngineStats
 from outrider.errors import (
+    Contained,
     ForwardError,
     NonFiniteLogitsError,
     NoTokenLeftError,
@@ -36,30 +36,21 @@ class NotFiniteError(OutriderError):
 
 
 class Failures:
-    """Ends requests during a step.
-
-    Args:
-        stats: Where faults are counted.
-
-    Attributes:
-        ended: Requests that are to be stopped when the step under way is over: the pass counts on their rows until then.
-    """
+    """Ends requests during a step."""
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
-        self.ended: list[Request] = []
+        self.ended: list[Request] = []  # to be stopped after the step: the pass counts on their rows until then
 
-    @contextmanager
-    def contained(self, seq: Sequence, doing: str) -> Iterator[None]:
-        """What raises in this block ends the request of one sequence, and no other."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+    def contained(self, seq: Sequence, doing: str) -> Contained:
+        """A block in which whatever raises ends the request of one sequence, and no other."""
+
+        def report(error: BaseException) -> None:
             logger.exception("%s raised, request %d", doing, seq.request.request_id)
             self._stats.num_faults += 1
             self.fail(seq.request, StepAbortedError, f"{doing} raised {error!r}", cause=error)
+
+        return Contained(report)
 
     def fail(self, request: Request, kind: type[RequestError], problem: str, *, cause: BaseException | None = None) -> None:
         """End a request with an error of `kind`; what it holds is given back after the step."""

@@ -10,7 +10,7 @@ from time import perf_counter
 from outrider.cache.state import KVView, SequenceState
 from outrider.config import NO_OPTIONS, RequestOptions
 from outrider.engine.text import TextStream
-from outrider.errors import OutriderError
+from outrider.errors import Contained, OutriderError
 from outrider.params import (
     CompletionOutput,
     FinishReason,
@@ -21,7 +21,9 @@ from outrider.params import (
     TokenOrigin,
 )
 from outrider.propose.base import Proposer, ProposerSequence, Requirements, Tokens
+from outrider.propose.host import ProposerHost, blaming
 from outrider.propose.settings import Method, SpeculationConfig, same_method
+from outrider.propose.tree import TreeBuilder
 from outrider.results import RequestStats, RoundTrace
 from outrider.structured.grammar import GrammarState
 from outrider.verify.processing import Processing
@@ -38,24 +40,7 @@ class Status(Enum):
 
 
 class Request:
-    """One prompt and its parameters; owns the sequences of its n samples.
-
-    Args:
-        request_id: Unique while the engine lives.
-        prompt: As given, or None for token ids.
-        prompt_token_ids: What its texts begin with; never empty.
-        params: Sampling parameters.
-        speculation: Who drafts for it and how, unless a planner decides otherwise.
-        seed: Of its noise: the caller's, or one drawn from the operating system.
-        eos_token_ids: Tokens that end a text of this model.
-        bad_words: Token sequences that may not be completed, strings resolved.
-        options: Its namespace, priority, prediction and trace, and whether it is streamed.
-        source_token_ids: The prompt, where the model has an encoder that reads it; None for a decoder alone, whose texts
-            begin with their prompt.
-
-    Attributes:
-        arrival: Its place among all requests that were queued; None before.
-    """
+    """One prompt and its parameters; owns the sequences of its n samples."""
 
     def __init__(
         self,
@@ -70,17 +55,18 @@ class Request:
         options: RequestOptions = NO_OPTIONS,
         source_token_ids: tuple[int, ...] | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
+        self.request_id = request_id  # unique while the engine lives
+        self.prompt = prompt  # as given, or None for token ids
+        self.prompt_token_ids = prompt_token_ids  # what its texts begin with; never empty
         self.params = params
-        self.speculation = speculation
-        self.seed = seed
+        self.speculation = speculation  # who drafts for it and how, unless a planner decides otherwise
+        self.seed = seed  # of its noise: the caller's, or one drawn from the operating system
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        self.bad_words = bad_words
+        self.bad_words = bad_words  # token sequences that may not be completed, strings resolved
         self.options = options
+        #: The prompt, where the model has an encoder that reads it; None for a decoder alone, whose texts begin with it.
         self.source_token_ids = source_token_ids
-        self.arrival: int | None = None
+        self.arrival: int | None = None  # its place among all requests that were queued
         self.begun = perf_counter()
         self.prompt_logprobs: list[PositionLogprobs | None] = [None]
         self.sequences: list[Sequence] = []
@@ -99,30 +85,7 @@ class Request:
 
 
 class Sequence:
-    """One sample of a request.
-
-    Attributes:
-        seq_id: Unique while the engine lives.
-        token_ids: Prompt and committed output.
-        state: What the target keeps of it.
-        retired: Whether it has ended and given everything back.
-        view: What proposers see of it.
-        drafters: The proposers that work for it, by the order of their first use.
-        num_drafters: How many it has had; the next one's number.
-        refused: Methods whose proposers cannot be had.
-        num_prompt_charged: Up to where its tenant has been charged for its prompt.
-        reads_every_row: Whether one of them must be shown every row of the text, so that no prefix may come from a cache.
-        added_layers: The numbers of layers of proposers that must hold whatever it begins with.
-        coupled: Whether a draft has guessed with the target's noise. A guess shows noise of places that the text has yet to
-            come to. So this noise decides there, whatever rule is asked for later: if it were left unused by what the guess
-            showed, the text would have another distribution.
-        rounds: Traces, where they were asked for.
-        logprobs: Of the output so far, where they were asked for.
-
-    Args:
-        state: Empty.
-        grammar: Where its output stands in the structure it must have, if any.
-    """
+    """One sample of a request. It begins with an empty state, and where the structure of its output begins, if any."""
 
     def __init__(
         self,
@@ -135,31 +98,35 @@ class Sequence:
         grammar: GrammarState | None = None,
     ) -> None:
         self.max_model_len = max_model_len
-        self.seq_id = seq_id
+        self.seq_id = seq_id  # unique while the engine lives
         self.request = request
         self.index = index
         self.text = text
         self.status = Status.WAITING
-        self.retired = False
-        self.token_ids = list(request.prompt_token_ids)
+        self.retired = False  # whether it has ended and given everything back
+        self.token_ids = list(request.prompt_token_ids)  # prompt and committed output
         self.origins: list[TokenOrigin] = []
         self.members: list[str | None] = []
-        self.state = state
-        self.drafters: list[Drafter] = []
-        self.num_drafters = 0
-        self.refused: list[Method] = []
-        self.num_prompt_charged = 0
+        self.state = state  # what the target keeps of it
+        self.drafters: list[Drafter] = []  # the proposers that work for it, by the order of their first use
+        self.num_drafters = 0  # that it has had; the next one's number
+        self.refused: list[Method] = []  # whose proposers cannot be had
+        self.num_prompt_charged = 0  # up to where its tenant has been charged for its prompt
+        #: Whether a proposer must be shown every row of the text, so that no prefix may come from a cache.
         self.reads_every_row = False
-        self.added_layers: frozenset[int] = frozenset()
+        self.added_layers: frozenset[int] = frozenset()  # of proposers, which must hold whatever it begins with
+        #: Whether a draft has guessed with the target's noise. A guess shows noise of places that the text has yet to come
+        #: to. So this noise decides there, whatever rule is asked for later: if it were left unused by what the guess
+        #: showed, the text would have another distribution.
         self.coupled = False
         self.forked = request.params.n == 1 or index > 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.stats = RequestStats()
-        self.logprobs: list[PositionLogprobs] = []
-        self.rounds: list[RoundTrace] = []
+        self.logprobs: list[PositionLogprobs] = []  # of the output so far, where they were asked for
+        self.rounds: list[RoundTrace] = []  # where traces were asked for
         tokens, num_prompt_tokens = Tokens(self.token_ids), len(request.prompt_token_ids)
-        self.view = ProposerSequence(
+        self.view = ProposerSequence(  # as proposers see it
             seq_id=seq_id,
             token_ids=tokens,
             num_prompt_tokens=num_prompt_tokens,
@@ -197,6 +164,16 @@ class Sequence:
         """Seats that it takes: those of the samples that it has yet to fork are its own."""
         return 1 if self.forked else self.request.params.n
 
+    @property
+    def useful_depth(self) -> int:
+        """Longest path of draft tokens that may enter the text, the target's own next token left room for."""
+        if not self.view.processing.follows_drafts:
+            return 0
+        num_tokens = len(self.token_ids)
+        depth = min(self.request.params.max_tokens - self.num_output_tokens, self.max_model_len - num_tokens) - 1
+        longest = self.state.longest_draft(num_tokens)
+        return depth if longest is None else min(depth, longest)
+
     def drafter(self, method: Method) -> Drafter | None:
         """The one with these settings, if it has worked for this sequence."""
         return next((drafter for drafter in self.drafters if same_method(drafter.method, method)), None)
@@ -229,14 +206,14 @@ class Sequence:
 
 
 def request_output(request: Request) -> RequestOutput:
-    """What a finished request came to, or its error."""
+    """The result of a finished request, or its error."""
     outputs = () if request.error is not None else tuple(completion(seq) for seq in request.sequences)
     scores = _prompt_logprobs(request)
     return RequestOutput(request.request_id, request.prompt, request.given_token_ids, outputs, request.error, scores)
 
 
 def completion(seq: Sequence) -> CompletionOutput:
-    """What a finished sequence came to."""
+    """The result of a finished sequence."""
     assert seq.finish_reason is not None
     return CompletionOutput(
         index=seq.index,
@@ -254,7 +231,7 @@ def completion(seq: Sequence) -> CompletionOutput:
 
 
 def piece(seq: Sequence, before: int) -> StreamPiece:
-    """What a step added to a text that had `before` output tokens."""
+    """The piece that a step added to a text that had `before` output tokens."""
     released = seq.text.release()
     return StreamPiece(
         index=seq.index,
@@ -274,7 +251,7 @@ def _prompt_logprobs(request: Request) -> tuple[PositionLogprobs | None, ...] | 
 
 
 def _logprobs(seq: Sequence, start: int) -> tuple[PositionLogprobs, ...] | None:
-    """Of the output tokens from `start` on; None where nobody asked."""
+    """Logprobs of the output tokens from `start` on; None where nobody asked."""
     return None if seq.request.params.logprobs is None else tuple(seq.logprobs[start:])
 
 
@@ -293,14 +270,10 @@ class ProposerBreaker:
 
     A step counts against it only where every request that it worked for met a fault, so that a single request that makes it
     stumble does not take it from all others.
-
-    Attributes:
-        num_faults: Requests that met a fault, step by step.
-        num_pauses: How often it was switched off.
     """
 
-    num_faults: int = 0
-    num_pauses: int = 0
+    num_faults: int = 0  # requests that met a fault, step by step
+    num_pauses: int = 0  # how often it was switched off
     _served: set[int] = field(default_factory=set)
     _failed: set[int] = field(default_factory=set)
     _num_bad_steps: int = 0
@@ -342,53 +315,63 @@ class ProposerBreaker:
         return True
 
 
-# --- The state of one proposer for one sequence.
+# --- A proposer that sequences share, and its state for one of them.
 
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Drafter:
-    """How a proposer stands with a sequence. A sequence may have several, each with its own faults.
+@dataclass(eq=False)
+class SharedProposer(ProposerHost):
+    """The proposer of a method, with what is known of it beyond any one sequence."""
 
-    Attributes:
-        index: Its number among those that the sequence has had, from 0; part of the keys of its shadows.
-        method: Its settings.
-        proposer: Shared with other sequences that ask for the same method.
-        requires: What it wants to be shown, as it said when it was first used; what it says later changes nothing.
-        breaker: The circuit breaker of the proposer, shared by all its sequences.
-        demoted: A fault has happened; from then on its drafts are verified as opaque.
-        num_faults: How many.
-        last_round: Verify pass of the sequence in which it was last asked.
-    """
-
-    index: int
     method: Method
-    proposer: Proposer
-    requires: Requirements | None = None
     breaker: ProposerBreaker = field(default_factory=ProposerBreaker)
-    demoted: bool = False
+    num_users: int = 0
+    trees: dict[str, TreeBuilder] = field(default_factory=dict)  # that adapt to its drafts, by shape
+    leaves: bool = False  # as soon as no sequence uses it
+
+
+@dataclass(eq=False)
+class Drafter:
+    """How a proposer stands with a sequence. A sequence may have several, each with its own faults."""
+
+    index: int  # among those that the sequence has had, from 0; part of the keys of its shadows
+    method: Method
+    host: SharedProposer
+    request_id: int
+    stats: RequestStats  # of the sequence
+    requires: Requirements | None = None  # as it said when it was first used; what it says later changes nothing
+    believed: bool = True  # until a fault happens; from then on its drafts are verified as opaque
     num_faults: int = 0
-    last_round: int = 0
+    last_round: int = 0  # verify pass of the sequence in which it was last asked
 
-    def report_fault(self, request_id: int, problem: str, *, useless: bool = True) -> None:
-        """Count a fault and stop believing what the proposer says of its laws, for the rest of this sequence.
+    @property
+    def proposer(self) -> Proposer:
+        return self.host.proposer
 
-        Args:
-            request_id: Whose sequence it is.
-            problem: What happened.
-            useless: Whether nothing of its draft is left. A proposer that brings only such faults is switched off.
-        """
+    def blaming(self, doing: str) -> Contained:
+        """A block in which it works for the sequence: if it raises, it has a fault."""
+        return blaming([self], doing)
+
+    def served(self) -> None:
+        """It is asked for a draft in this step."""
+        self.host.breaker.served(self.request_id)
+
+    def report_fault(self, problem: str, *, useless: bool = True) -> None:
+        """Count a fault, and stop believing what the proposer says of its laws for the rest of this sequence. A proposer
+        that brings only useless faults, which leave nothing of a draft, is switched off."""
         self.num_faults += 1
-        self.demoted = True
+        self.believed = False
         if useless:
-            self.breaker.failed(request_id)
-        self._log(request_id, problem)
+            self.host.breaker.failed(self.request_id)
+        self.report_inner_fault(problem)
 
-    def report_inner_fault(self, request_id: int, problem: str) -> None:
-        """A proposer inside this one had a fault, which says nothing about the drafts of this one."""
-        self._log(request_id, problem)
+    def report_inner_fault(self, problem: str) -> None:
+        """Count a fault of a proposer inside this one, which cost the inner one's guesses alone."""
+        self.stats.num_proposer_faults += 1
+        logger.warning("method %s, request %d: %s", self.method.name, self.request_id, problem)
 
-    def _log(self, request_id: int, problem: str) -> None:
-        logger.warning("method %s, request %d: %s", self.method.name, request_id, problem)
+    def count_stage(self, stage: str, num_drafted: int, num_accepted: int) -> None:
+        """Count one pass of a stage of this proposer for the text."""
+        self.stats.observe_stage(f"{self.method.name}.{stage}", num_drafted, num_accepted)

@@ -21,7 +21,7 @@ class Tenants:
 
     @property
     def weights(self) -> dict[Tenant, float]:
-        """Of tenants whose share is not the usual one; see Turns."""
+        """Weights of tenants whose share is not the usual one; see Turns."""
         return self._turns.weights
 
     @weights.setter
@@ -58,7 +58,8 @@ class Tenants:
         )[1]
 
     def who_yields(self, running: Iterable[Sequence], newcomer: Sequence) -> Sequence | None:
-        """Who gives its seat to a sequence for which there is none; None where its tenant has its fair share already.
+        """The sequence that gives its seat to a sequence for which there is none; None where its tenant has its fair share
+        already.
 
         It is the newest sequence of the tenant that has most seats for its weight. This tenant must have had more than that
         of the newcomer, and must still have as many seats as that one then has. So no two tenants take a seat from each
@@ -94,18 +95,16 @@ class Turns:
     """Counts what each tenant has had, divided by its weight, so that whoever has had least is next.
 
     These are virtual counters (Sheng et al. 2024, "Fairness in Serving Large Language Models"). A tenant that comes while
-    others are there starts where the one stands that has had least, so that nobody saves up turns while he is away.
-
-    Attributes:
-        weights: Of tenants whose share is not the usual one, which is 1. A tenant of weight 2 gets twice as much.
+    others are there starts where the one stands that has had least, so that nobody saves up turns while he is away. A
+    tenant of weight 2 gets twice as much as one of the usual weight, which is 1.
     """
 
     def __init__(self) -> None:
-        self.weights: dict[Tenant, float] = {}
+        self.weights: dict[Tenant, float] = {}  # of tenants whose share is not the usual one
         self._had: defaultdict[Tenant, float] = defaultdict(float)
 
     def had(self, tenant: Tenant) -> float:
-        """What a tenant has had, divided by its weight."""
+        """The tokens that a tenant has had, divided by its weight."""
         return self._had[tenant]
 
     def charge(self, tenant: Tenant, amount: float) -> None:

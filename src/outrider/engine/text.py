@@ -17,12 +17,9 @@ Source = TypeVar("Source")
 
 
 class TextStream(Generic[Source]):
-    """The growing text of one sequence.
+    """The growing text of one sequence; without a tokenizer it stays empty.
 
-    Args:
-        tokenizer: A transformers tokenizer, or None, and then the text stays empty.
-        stop: Strings that end the text and are cut from it.
-        shown: Special tokens that stand in the text.
+    It ends with the first of the strings `stop`, which is cut from it. The special tokens `shown` stand in it.
     """
 
     def __init__(self, tokenizer: Any | None, stop: tuple[str, ...], shown: frozenset[int] = frozenset()) -> None:
@@ -39,13 +36,8 @@ class TextStream(Generic[Source]):
         self.text = ""
 
     def push(self, token_id: int, source: Source, *, watch: bool) -> str | None:
-        """Add a token; returns the stop string that it completed, after cutting the text before it.
-
-        Args:
-            token_id: The token.
-            source: Where it came from.
-            watch: Whether stop strings count yet.
-        """
+        """Add a token and its source; returns the stop string that it completed, after cutting the text before it. Stop
+        strings count where `watch` says so."""
         before, found = len(self.text), None
         piece = "" if self._pieces is None else self._pieces.add(token_id)
         self._token_ids.append(token_id)
@@ -91,15 +83,11 @@ class TextStream(Generic[Source]):
 
 
 class TextPieces:
-    """Decodes tokens one by one.
+    """Decodes tokens one by one. Behind each of the special tokens that are shown the text begins anew.
 
     A vocabulary with byte tokens may take text back: bytes that were a character are none any more if the run of byte
-    tokens that they stand in turns out to be no UTF-8. What was handed out stays then, and the tokens behind it are
-    decoded on their own.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-        shown: Special tokens that stand in the text; behind each of them the text begins anew.
+    tokens that they stand in turns out to be no UTF-8. What was handed out stays then, and the tokens behind it are decoded
+    on their own.
     """
 
     def __init__(self, tokenizer: Any, shown: frozenset[int] = frozenset()) -> None:
@@ -109,7 +97,7 @@ class TextPieces:
         self._waiting: list[int] = []  # tokens behind the last piece
 
     def add(self, token_id: int) -> str:
-        """What this token adds; "" while a character is incomplete."""
+        """The text that this token adds; "" while a character is incomplete."""
         found: str | None
         if token_id in self._shown:
             piece = f"{self.rest()}{self._tokenizer.decode([token_id], skip_special_tokens=False)}"
@@ -139,23 +127,14 @@ class TextPieces:
 
 
 class StopHit(NamedTuple):
-    """A stop string found in a text.
+    """A stop string found in a text."""
 
-    Attributes:
-        start: Where it begins, counted from the first character of the piece that completed it; it may be below 0.
-        length: Its characters.
-    """
-
-    start: int
-    length: int
+    start: int  # where it begins, counted from the first character of the piece that completed it; it may be below 0
+    length: int  # its characters
 
 
 class StopStrings:
-    """The automaton of some stop strings.
-
-    Args:
-        stop: Non-empty strings.
-    """
+    """The automaton of some stop strings, none of them empty."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._children: list[dict[str, int]] = [{}]
@@ -172,12 +151,9 @@ class StopStrings:
         return len(self._children)
 
     def scan(self, node: int, piece: str) -> tuple[int, StopHit | None]:
-        """Go on from a text's node by the piece that follows it.
-
-        Returns:
-            The node of the longer text, and the stop string that this piece completes: the one that begins first, and the
-            shortest of those that begin together. Strings that the text held before do not count.
-        """
+        """Go on from a text's node by the piece that follows it. Returns the node of the longer text, and the stop string
+        that this piece completes: the one that begins first, and the shortest of those that begin together. Strings that
+        the text held before do not count."""
         hit: StopHit | None = None
         for place, character in enumerate(piece):
             node = self._step(node, character)

@@ -33,28 +33,19 @@ from outrider.propose.settings import SpeculationConfig
 
 @dataclass(frozen=True)
 class RequestUpdate:
-    """What a step brought to a request.
-
-    Attributes:
-        request_id: The request.
-        pieces: What was added to its texts, where it is streamed.
-        output: What it came to, or its error; None while it goes on.
-    """
+    """News of a request from a step."""
 
     request_id: int
-    pieces: tuple[StreamPiece, ...]
-    output: RequestOutput | None
+    pieces: tuple[StreamPiece, ...]  # what was added to its texts, where it is streamed
+    output: RequestOutput | None  # what it came to, or its error; None while it goes on
 
 
 class Dispatcher(Protocol):
     """Carries the updates of a step to the mailboxes that it serves, all at once."""
 
     def deliver(self, updates: Sequence[tuple[Mailbox, RequestUpdate]]) -> None:
-        """Called in the engine's thread. It must not wait for anybody.
-
-        Raises:
-            Exception: Nobody reads these updates any more; the requests are cancelled.
-        """
+        """Called in the engine's thread. It must not wait for anybody. Where it raises, nobody reads these updates any
+        more, and the requests are cancelled."""
         ...
 
 
@@ -63,7 +54,7 @@ class Mailbox(Protocol):
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """Who carries updates here."""
+        """The carrier of updates to this place."""
         ...
 
 
@@ -81,11 +72,7 @@ class Inbox:
         self._updates.put(update)
 
     def wait(self) -> RequestUpdate:
-        """The next update. An interrupt breaks the wait off.
-
-        Raises:
-            ForkedProcessError: Nobody sends any in this process.
-        """
+        """The next update. An interrupt breaks the wait off."""
         check_process()
         return self._updates.get()
 
@@ -146,20 +133,14 @@ _Commands = SimpleQueue[_Command[Any] | None]
 
 @dataclass(frozen=True)
 class Health:
-    """How the engine has fared.
+    """How the engine has fared."""
 
-    Attributes:
-        num_broken_steps: Steps that were broken off.
-        num_rebuilds: How often the engine began anew, with an empty memory.
-        last_error: What broke the latest one off.
-        alive: Whether the engine's thread still runs. Without it nothing can be written any more.
-        switched_off: Methods whose proposers bring nothing but faults, so that texts are written without them for now.
-    """
-
-    num_broken_steps: int = 0
-    num_rebuilds: int = 0
-    last_error: str | None = None
+    num_broken_steps: int = 0  # steps that were broken off
+    num_rebuilds: int = 0  # how often the engine began anew, with an empty memory
+    last_error: str | None = None  # what broke the latest one off
+    #: Whether the engine's thread still runs. Without it nothing can be written any more.
     alive: bool = True
+    #: Methods whose proposers bring nothing but faults, so that texts are written without them for now.
     switched_off: tuple[str, ...] = ()
 
 
@@ -213,11 +194,7 @@ class EngineThread:
 
     @property
     def engine(self) -> Engine:
-        """The engine, when all commands that were given before are carried out. It may be driven by hand while it rests.
-
-        Raises:
-            ClosedError: It was given up.
-        """
+        """The engine, when all commands that were given before are carried out. It may be driven by hand while it rests."""
         if not self._closed and not self._is_mine():
             self.call(lambda: None)
         if self._engine is None:
@@ -231,11 +208,7 @@ class EngineThread:
         return 0.0 if since is None else monotonic() - since
 
     def check(self) -> None:
-        """Raise where there is no engine any more, or not in this process.
-
-        Raises:
-            ClosedError, EngineDiedError, ForkedProcessError: There is none.
-        """
+        """Raise where there is no engine any more, or not in this process."""
         check_process()
         if self._closed:
             raise ClosedError
@@ -259,18 +232,14 @@ class EngineThread:
         return engine.prepare(prompt_token_ids, params, speculation, prompt=prompt, options=options)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Have a function called between two steps, and wait for it; raises what it raises.
-
-        Raises:
-            ClosedError, ForkedProcessError: There is no such thread any more, or not in this process.
-            EngineBusyError: This is the engine's own thread: something that a step has called.
-        """
+        """Have a function called between two steps, and wait for it; raises what it raises, or what `check` does. In the
+        engine's own thread, where something that a step has called asks for it, that is an EngineBusyError."""
         if self._is_mine():
             raise EngineBusyError
         return self.post(function).result()
 
     def post(self, function: Callable[[], T]) -> Future[T]:
-        """The same without waiting."""
+        """Have a function called between two steps, without waiting."""
         self.check()
         command = _Command(function)
         self._commands.put(command)
@@ -279,11 +248,8 @@ class EngineThread:
         return command.outcome
 
     def admit(self, requests: Sequence[Request], mailbox: Mailbox) -> Future[list[OutriderError | None]]:
-        """Queue prepared requests together, so that they share their first batch; updates go to the mailbox.
-
-        Returns:
-            For each request the error with which it was refused, or None.
-        """
+        """Queue prepared requests together, so that they share their first batch; updates go to the mailbox. Returns for
+        each request the error with which it was refused, or None."""
         if self._is_mine():
             raise EngineBusyError
         return self.post(partial(self._admit, tuple(requests), ref(mailbox)))
@@ -338,20 +304,16 @@ class EngineThread:
         _release(request)
 
     def _close(self) -> None:
-        updates = []
-        for request, mailbox in self._served.values():
+        for request, _ in self._served.values():
             request.error = ClosedError()
-            updates += self._updates(request, mailbox)
             if self._engine is not None:
                 self._engine.cancel(request)
-            _release(request)
-        self._served.clear()
         self._engine = None
-        _deliver(updates)
+        _deliver(self._give_up())
 
     @property
     def serving(self) -> bool:
-        """Whether requests are served. Those that somebody drives by hand are left to him."""
+        """True if requests are served. Those that somebody drives by hand are left to him."""
         return self._engine is not None and bool(self._served)
 
     def advance(self) -> None:
@@ -401,7 +363,7 @@ class EngineThread:
         self.health = replace(self.health, num_rebuilds=self.health.num_rebuilds + 1, last_error=repr(error))
 
     def gather(self) -> Updates:
-        """What the step brought. Who has ended, or has no reader any more, is served no longer."""
+        """The news of the step. Who has ended, or has no reader any more, is served no longer."""
         updates: Updates = []
         for request, mailbox in list(self._served.values()):
             updates += self._updates(request, mailbox)
@@ -413,28 +375,25 @@ class EngineThread:
         return updates
 
     def surrender(self, error: Exception) -> Updates:
-        """What all who are served get where even the books of this thread have failed; the engine begins anew."""
+        """The errors for all who are served, where even the books of this thread have failed; the engine begins anew."""
         logger.critical("the engine's thread had to begin anew", exc_info=error)
-        served = list(self._served.values())
-        self._served.clear()
         assert self._engine is not None
-        self._engine.rebuild([request for request, _ in served], error)
-        self.health = replace(self.health, num_rebuilds=self.health.num_rebuilds + 1, last_error=repr(error))
-        updates = [update for request, mailbox in served for update in self._updates(request, mailbox)]
-        for request, _ in served:
-            _release(request)
-        return updates
+        self._begin_anew(self._engine, error)
+        return self._give_up()
 
     def die(self, error: BaseException) -> Updates:
-        """What all who are served get where this thread cannot go on."""
+        """The errors for all who are served, where this thread cannot go on."""
         logger.critical("the engine's thread has died", exc_info=error)
         self.health = replace(self.health, alive=False, last_error=repr(error))
-        served = list(self._served.values())
-        self._served.clear()
-        updates = []
-        for request, mailbox in served:
+        for request, _ in self._served.values():
             request.error = EngineDiedError()
-            updates += self._updates(request, mailbox)
+        return self._give_up()
+
+    def _give_up(self) -> Updates:
+        """The last updates of all requests, which have ended, and are served no longer."""
+        served, self._served = list(self._served.values()), {}
+        updates = [update for request, mailbox in served for update in self._updates(request, mailbox)]
+        for request, _ in served:
             _release(request)
         return updates
 
@@ -531,11 +490,8 @@ _alive: WeakKeyDictionary[threading.Thread, tuple[_Commands, threading.Event]] =
 
 
 def end_all_threads(seconds: float | None = None) -> bool:
-    """End the threads of all engines, and the loads under way in them, and wait for so long.
-
-    Returns:
-        Whether all have ended. One that has not is in a stage of a load, or in a step, that takes longer.
-    """
+    """End the threads of all engines, and the loads under way in them, and wait for so long. Returns whether all have
+    ended. One that has not is in a stage of a load, or in a step, that takes longer."""
     threads = list(_alive.items())
     for _, (commands, unwanted) in threads:
         unwanted.set()
@@ -567,16 +523,8 @@ def _end_with_the_process() -> None:
 
 
 def write_all(thread: EngineThread, pending: dict[int, Request], settle: Callable[[int, RequestOutput], None]) -> None:
-    """Have prepared requests written, and settle each as it ends. Whoever breaks this off leaves none behind.
-
-    Args:
-        thread: Where the engine runs.
-        pending: Requests by their place among the caller's. Those that are done are taken out.
-        settle: Called with the place of each and its output, refusals included.
-
-    Raises:
-        ClosedError: The engine is closed.
-    """
+    """Have prepared requests written, by their place among the caller's, and settle each as it ends, with its output or
+    refusal. Those that are done are taken out. Whoever breaks this off leaves none behind."""
     inbox, places = Inbox(), {request.request_id: place for place, request in pending.items()}
     admitted = thread.admit(list(pending.values()), inbox)
     try:
@@ -595,16 +543,8 @@ def write_all(thread: EngineThread, pending: dict[int, Request], settle: Callabl
 
 
 def stream_pieces(thread: EngineThread, request: Request, inbox: Inbox) -> Iterator[StreamPiece]:
-    """What comes in for a streaming request; who drops this drops the inbox, and so cancels the request.
-
-    Args:
-        thread: Where the engine runs.
-        request: It was admitted with this inbox.
-        inbox: Where its updates come in.
-
-    Raises:
-        OutriderError: The request failed on the way.
-    """
+    """The pieces that come in for a request, which was admitted with this inbox; who drops this drops the inbox, and so
+    cancels the request. It raises the error of a request that failed on the way."""
     update = None
     try:
         while update is None or update.output is None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.engine.drafting.choosing import MethodChoice
-from outrider.engine.drafting.drafting import StepDraft
+from outrider.engine.drafting.asking import StepDraft
 from outrider.engine.failures import Failures, NotFiniteError
 from outrider.engine.scheduler import Schedule, ScheduledSequence
 from outrider.engine.sequence import Sequence
@@ -25,34 +24,21 @@ from outrider.verify.verifier import CandidateKeys, DraftCandidate, Verdict, Ver
 
 @dataclass(frozen=True)
 class Judged:
-    """A sequence whose next tokens are decided.
+    """A sequence whose next tokens are decided."""
 
-    Attributes:
-        candidate: What was verified.
-        verdict: The accepted draft nodes and the token drawn after them.
-        logits: [num_logits, vocab_size] of the whole step, as the parameters left them.
-        faults: Rows of the candidate from which no token can be chosen (0 is behind the committed text), and why. Drafts
-            have rows that no text comes to: such a fault counts when the text comes to its row, and has not ended before.
-    """
-
-    candidate: DraftCandidate
-    verdict: Verdict
-    logits: Tensor
+    candidate: DraftCandidate  # what was verified
+    verdict: Verdict  # the accepted draft nodes and the token drawn after them
+    logits: Tensor  # [num_logits, vocab_size] of the whole step, as the parameters left them
+    #: Rows of the candidate from which no token can be chosen (0 is behind the committed text), and why. Drafts have rows
+    #: that no text comes to: such a fault counts when the text comes to its row, and has not ended before.
     faults: Mapping[int, BaseException]
 
 
 class Verification:
-    """Decides what the sequences of a step write.
+    """Decides what the sequences of a step write."""
 
-    Args:
-        noise: Source of all chance.
-        failures: Ends requests that cannot go on.
-        method_choice: Is told how probable texts without drafts are.
-    """
-
-    def __init__(self, noise: NoiseSource, failures: Failures, method_choice: MethodChoice) -> None:
+    def __init__(self, noise: NoiseSource, failures: Failures) -> None:
         self._failures = failures
-        self._method_choice = method_choice
         self._faults: dict[int, dict[int, BaseException]] = {}
         self.use_noise(noise)
 
@@ -70,13 +56,8 @@ class Verification:
             if 0 in of_rows:
                 self._failures.fail_at_row(plan.items[place].seq, of_rows[0])
         alive = {p: c for p, c in candidates.items() if plan.items[p].seq.request.error is None}
-        judged = {}
-        for place, verdict in self._verdicts(plan, alive, logits).items():
-            seq = plan.items[place].seq
-            judged[place] = Judged(alive[place], verdict, logits, faults[place])
-            if verdict.chances and self._method_choice.keeps_probs(seq):
-                self._method_choice.note(seq, verdict.chances)
-        return judged
+        verdicts = self._verdicts(plan, alive, logits)
+        return {place: Judged(alive[place], verdict, logits, faults[place]) for place, verdict in verdicts.items()}
 
     def forget(self) -> None:
         """The step is over. An error holds the frames of the step, which hold the faults, so the circle is opened here."""
@@ -84,8 +65,8 @@ class Verification:
             of_rows.clear()
 
     def _verdicts(self, plan: Schedule, candidates: dict[int, DraftCandidate], logits: Tensor) -> dict[int, Verdict]:
-        """Of all together; where that raises, of one after another with the same coins, so that it is known whose fault it
-        is."""
+        """The verdicts of all together; where that raises, of one after another with the same coins, so that it is known
+        whose fault it is."""
         self._noise.mark()
         try:
             return dict(zip(candidates, self._verifier.verify(list(candidates.values()), logits), strict=True))
@@ -160,16 +141,8 @@ Written = Seq[tuple[int, int]]
 def score(
     seq: Sequence, candidate: DraftCandidate, written: Written, raw: Tensor, processed: Tensor, decode: Decode
 ) -> None:
-    """Record the logprobs of tokens that were written.
-
-    Args:
-        seq: Whose.
-        candidate: Its draft and its rows.
-        written: Each token, with the node of the draft that it follows (-1: the committed text).
-        raw: [num_logits, vocab_size] of the target.
-        processed: [num_logits, vocab_size] as the parameters left them.
-        decode: Text of a token.
-    """
+    """Record the logprobs of tokens that were written, each given with the node of the draft that it follows (-1: the
+    committed text), from [num_logits, vocab_size] logits: the target's raw ones, and as the parameters left them."""
     params = seq.request.params
     if params.logprobs is None or not written:
         return
@@ -179,16 +152,9 @@ def score(
 
 
 def score_prompt(seq: Sequence, start: int, num_rows: int, logits: Tensor, decode: Decode) -> None:
-    """Record the logprobs of the prompt's tokens, for whom asked; a prompt that is computed again after a preemption has
-    them already.
-
-    Args:
-        seq: Whose; a request's first sample scores the prompt for all.
-        start: Position of the first row.
-        num_rows: Rows of the prompt.
-        logits: [num_rows or more, vocab_size] raw, from `start` on.
-        decode: Text of a token.
-    """
+    """Record the logprobs of `num_rows` tokens of the prompt from position `start` on, for whom asked, from their raw
+    logits [num_rows or more, vocab_size]. The first sample scores the prompt for all. A prompt that is computed again after
+    a preemption has them already."""
     count = seq.request.params.prompt_logprobs
     if count is None or seq.index != 0:
         return

@@ -27,17 +27,11 @@ _MOST_TRIED, _MOST_GAINED = 1e6, 1e4
 
 @dataclass(frozen=True)
 class Shares:
-    """Counts at one moment.
+    """Counts at one moment."""
 
-    Attributes:
-        tried: By position, how many were tried.
-        stood: By position, how many of them stood.
-        gained: Tokens that the text gained with the drafts whose first token stood.
-    """
-
-    tried: tuple[float, ...]
-    stood: tuple[float, ...]
-    gained: float
+    tried: tuple[float, ...]  # by position, how many were tried
+    stood: tuple[float, ...]  # by position, how many of them stood
+    gained: float  # tokens that the text gained with the drafts whose first token stood
 
     def check(self) -> None:
         """Raise ValueError where no drafts could have been counted so."""
@@ -51,14 +45,7 @@ class Shares:
 
 
 class Counts:
-    """How many were tried and how many stood, by position; older ones fade.
-
-    Args:
-        memory: Drafts that are remembered.
-
-    Attributes:
-        version: Grows with everything that is learnt.
-    """
+    """Counts how many were tried and how many stood, by position. So many drafts are remembered; older ones fade."""
 
     def __init__(self, memory: float) -> None:
         self._growth = memory / (memory - 1.0)
@@ -66,7 +53,7 @@ class Counts:
         self._tried = [0.0] * POSITIONS
         self._stood = [0.0] * POSITIONS
         self._gained = 0.0
-        self.version = 0
+        self.version = 0  # grows with everything that is learnt
 
     @property
     def shares(self) -> Shares:
@@ -162,15 +149,10 @@ _LEAST, _MOST = 0.03, 0.97
 
 @dataclass
 class _ScopeCounts:
-    """What one scope showed of one method.
+    """Counts of one method in one scope."""
 
-    Attributes:
-        stands: Whether draft tokens stood.
-        exists: Whether the method had anything to say at a position for which it was asked.
-    """
-
-    stands: Counts
-    exists: Counts
+    stands: Counts  # whether draft tokens stood
+    exists: Counts  # whether the method had anything to say at a position for which it was asked
 
     @staticmethod
     def of(memory: float) -> _ScopeCounts:
@@ -184,15 +166,10 @@ class _ScopeCounts:
 
 @dataclass(frozen=True)
 class Experience:
-    """What earlier texts showed of a method.
+    """Shares of a method in earlier texts."""
 
-    Attributes:
-        stands: Whether draft tokens stood.
-        exists: Whether the method had anything to say at a position for which it was asked.
-    """
-
-    stands: Shares
-    exists: Shares
+    stands: Shares  # whether draft tokens stood
+    exists: Shares  # whether the method had anything to say at a position for which it was asked
 
 
 class _Surprise:
@@ -208,7 +185,7 @@ class _Surprise:
         self._spread = keep * keep * self._spread + chance * (1.0 - chance)
 
     def taken(self) -> bool:
-        """Whether what came lately is a surprise; one that was taken is over."""
+        """True if the latest outcomes are a surprise; one that was taken is over."""
         if abs(self._sum) < _SURPRISE * sqrt(self._spread + _SLACK):
             return False
         self._sum = self._spread = 0.0
@@ -217,29 +194,20 @@ class _Surprise:
 
 @dataclass
 class _Own:
-    """What one request showed of one method.
+    """The outcomes of one method for one request."""
 
-    Attributes:
-        recent, steady: With a short and a long memory.
-        fates, offers: Surprise about whether tokens stood, and about whether there were any.
-        changed_weight: Drafts that the experience of others weighs at most, where the text seemed to change.
-        num_drafts: So far.
-        last: The latest of them.
-        changes: At which of them the text seemed to change.
-        steady_until: Up to which of them the text is taken to go to and fro.
-        outlook: What was last expected, and by the versions of which counts.
-    """
-
+    #: With a short memory, and with a long one.
     recent: _ScopeCounts = field(default_factory=lambda: _ScopeCounts(Counts(_OWN), Counts(_OFFERS)))
     steady: _ScopeCounts = field(default_factory=lambda: _ScopeCounts.of(_STEADY))
-    fates: _Surprise = field(default_factory=_Surprise)
-    offers: _Surprise = field(default_factory=_Surprise)
-    changed_weight: float = _TEXTS_WEIGHT
+    fates: _Surprise = field(default_factory=_Surprise)  # whether tokens stood
+    offers: _Surprise = field(default_factory=_Surprise)  # whether there were any
+    changed_weight: float = _TEXTS_WEIGHT  # drafts that others' experience weighs at most, where the text seemed to change
     num_drafts: int = 0
+    #: The latest drafts, and at which drafts the text seemed to change.
     last: deque[tuple[Sequence[float], float]] = field(default_factory=lambda: deque(maxlen=_BELIEVED))
     changes: deque[int] = field(default_factory=lambda: deque(maxlen=_CHANGES))
-    steady_until: int = 0
-    outlook: tuple[object, Outlook] | None = None
+    steady_until: int = 0  # the draft up to which the text is taken to go to and fro
+    outlook: tuple[object, Outlook] | None = None  # what was last expected, and by the versions of which counts
 
     @property
     def goes_to_and_fro(self) -> bool:
@@ -253,15 +221,10 @@ class _Own:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a method may be expected to do for a request.
+    """The chances that a method is expected to have with a request."""
 
-    Attributes:
-        stands: By position, the chance that a draft token stands where all before it stand.
-        exists: By position, the chance that the method has a token to offer there.
-    """
-
-    stands: list[float]
-    exists: list[float]
+    stands: list[float]  # by position, the chance that a draft token stands where all before it stand
+    exists: list[float]  # by position, the chance that the method has a token to offer there
 
     def exists_at(self, place: int) -> float:
         """Chance that there is a token at this position."""
@@ -282,12 +245,8 @@ class Outlook:
 
 
 class AcceptanceModel:
-    """Learns what methods are worth to requests.
-
-    Args:
-        priors: For each method, the chance that is taken before anything was seen.
-        known: What earlier processes learnt of methods. It is believed as little as a few drafts are.
-    """
+    """Learns what methods are worth to requests, from the chances that are taken before anything was seen and from what
+    earlier processes learnt. That is believed as little as a few drafts are."""
 
     def __init__(self, priors: dict[str, float], known: Mapping[str, Experience] | None = None) -> None:
         self._priors = priors
@@ -302,12 +261,12 @@ class AcceptanceModel:
         self._own[request], self._tenants[request] = {}, tenant
 
     def finish(self, request: int) -> None:
-        """It has ended; what its tenant and all learnt from it stays."""
+        """A request has ended; what its tenant and all learnt from it stays."""
         self._own.pop(request, None)
         self._tenants.pop(request, None)
 
     def outlook(self, request: int, method: str, *, steady: bool = False) -> Outlook:
-        """What is expected of a method; with `steady` from a long memory, which a change of text hardly moves."""
+        """The outlook of a method; with `steady` from a long memory, which a change of text hardly moves."""
         by, prior = self._prior_of(self._tenants[request], method)
         own = self._own_of(request, method)
         steady = steady or own.goes_to_and_fro
@@ -327,7 +286,7 @@ class AcceptanceModel:
         return 1.0 / (1.0 / _TEXTS_WEIGHT + 1.0 / (_PRIOR_WEIGHT + others))
 
     def _prior_of(self, tenant: Hashable, method: str) -> tuple[object, Outlook]:
-        """What is expected of a text of a tenant of which nothing was seen, and by the versions of which counts. It is
+        """The outlook of a text of a tenant of which nothing was seen, and by the versions of which counts. It is
         computed once for all texts of a step: planning waits for it."""
         whole, own = self._shared_by(None, method), self._shared_by(("tenant", tenant), method)
         by, known = (whole.version, own.version), self._priors_of.get((tenant, method))
@@ -340,14 +299,9 @@ class AcceptanceModel:
         return known
 
     def observe(self, request: int, method: str, scores: Sequence[float], tokens: float = 1.0) -> bool:
-        """What became of a draft, or of a shadow of one. Returns whether the text seems to have changed.
-
-        Args:
-            request: Whose.
-            method: Who drafted.
-            scores: For each position that was tried, in order: 1 or 0, or the chance with which it would have stood.
-            tokens: That the text gained with it.
-        """
+        """Count the outcome of a draft, or of a shadow of one, by which the text gained so many tokens. The scores are 1 or
+        0 for each position that was tried, in order, or the chance with which it would have stood. Returns whether the text
+        seems to have changed."""
         if not scores or request not in self._own:
             return False
         expected = self.outlook(request, method).stands
@@ -368,7 +322,7 @@ class AcceptanceModel:
                 known.exists.add([1.0 if place < offered else 0.0 for place in range(asked)])
 
     def learnt(self, method: str) -> Experience:
-        """What all requests showed of a method, with what was known of it before."""
+        """The experience of all requests with a method, and that of earlier processes."""
         whole = self._shared_by(None, method)
         return Experience(whole.stands.shares, whole.exists.shares)
 

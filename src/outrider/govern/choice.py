@@ -29,7 +29,7 @@ _HORIZON = 48.0
 
 
 class UnreadTokens(NamedTuple):
-    """What a model has to read: in all, and in the step to come."""
+    """The tokens that a model has to read: in all, and in the step to come."""
 
     method: str
     lag: int
@@ -38,67 +38,46 @@ class UnreadTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """A method as it stands with one request.
-
-    Attributes:
-        method: Its name.
-        outlook: What is expected of its drafts.
-        longest: Draft tokens that may be of use.
-        lag: Tokens that its own model has yet to read.
-        reads: Tokens of these that it reads in the step to come.
-        members: Of several methods in one: the same of each of them that has a model.
-        levels: Of several methods in one: for each number of rows, who drafts and how many tokens.
-    """
+    """A method as it stands with one request."""
 
     method: str
     outlook: Outlook
-    longest: int
-    lag: int = 0
-    reads: int = 0
-    members: tuple[UnreadTokens, ...] = ()
+    longest: int  # draft tokens that may be of use
+    lag: int = 0  # tokens that its own model has yet to read
+    reads: int = 0  # tokens of these that it reads in the step to come
+    members: tuple[UnreadTokens, ...] = ()  # of several methods in one: the same of each of them that has a model
+    #: Of several methods in one: for each number of rows, who drafts and how many tokens.
     levels: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property
     def readings(self) -> tuple[UnreadTokens, ...]:
-        """What each model has to read."""
+        """The tokens that each model has to read."""
         return self.members or (UnreadTokens(self.method, self.lag, self.reads),)
 
     def drafting(self, rows: int) -> tuple[tuple[str, int], ...]:
-        """Who drafts how many tokens where so many rows are granted."""
+        """The methods that draft, and how many tokens each of them does, where so many rows are granted."""
         return self.levels[rows - 1] if self.levels else ((self.method, rows),)
 
 
 @dataclass(frozen=True)
 class Text:
-    """A request that decodes.
-
-    Attributes:
-        request: Which.
-        options: The methods that may draft for it, by name.
-        worth: Of a token of it; 1 on average over the batch.
-        written: Tokens of its output.
-    """
+    """A request that decodes."""
 
     request: int
-    options: Mapping[str, Option]
-    worth: float = 1.0
-    written: int = 0
+    options: Mapping[str, Option]  # the methods that may draft for it, by name
+    worth: float = 1.0  # of each of its tokens; 1 on average over the batch
+    written: int = 0  # tokens of its output
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """Who drafts how much.
+    """The plan of a step: who drafts how much."""
 
-    Attributes:
-        rows: Method and draft tokens, by request; requests that are not there decode plainly.
-        tokens: That the step is expected to write, all texts together, by what they are worth.
-        seconds: That it is expected to take.
-        used: The share of the rows that methods are expected to use: where they have nothing to say, they use none.
-    """
-
+    #: Method and draft tokens, by request; requests that are not there decode plainly.
     rows: dict[int, tuple[str, int]] = field(default_factory=dict)
-    tokens: float = 1.0
-    seconds: float = 1.0
+    tokens: float = 1.0  # expected of the step, all texts together, by what they are worth
+    seconds: float = 1.0  # expected of the step
+    #: The share of the rows that methods are expected to use: where they have nothing to say, they use none.
     used: float = 0.0
 
     @property
@@ -109,48 +88,31 @@ class DraftPlan:
 
 @dataclass
 class _Filling:
-    """A plan in the making.
+    """A plan in the making."""
 
-    Attributes:
-        tokens: That are expected.
-        granted: Rows.
-        expected: Rows that methods are expected to use.
-        texts: Texts for each method.
-        levels: Rows of the longest draft of each method.
-        drafting: Who drafts how many tokens in that one.
-        late: Seconds a step for models that must read texts first.
-        reading: Seconds that this takes in the step to come.
-    """
-
-    tokens: float
-    granted: int = 0
-    expected: float = 0.0
-    texts: dict[str, int] = field(default_factory=dict)
-    levels: dict[str, int] = field(default_factory=dict)
+    tokens: float  # expected
+    granted: int = 0  # rows
+    expected: float = 0.0  # rows that methods are expected to use
+    texts: dict[str, int] = field(default_factory=dict)  # texts for each method
+    levels: dict[str, int] = field(default_factory=dict)  # rows of the longest draft of each method
+    #: Who drafts how many tokens in the longest draft of each method.
     drafting: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    late: float = 0.0
-    reading: float = 0.0
+    late: float = 0.0  # seconds a step for models that must read texts first
+    reading: float = 0.0  # seconds of reading in the step to come
 
 
 class Chooser:
-    """Finds the plan of most tokens a second for one batch.
+    """Finds the plan of most tokens a second for one batch, of texts with `context` tokens all together.
 
-    Args:
-        costs: What steps take.
-        texts: The batch.
-        context: Tokens before it, all texts together.
-        max_rows: Draft rows that all may have together.
-        may_lose: Seconds that the step may take longer than a plain one, should no draft token stand.
-
-    Attributes:
-        limited: Whether a plan was left out since it might have lost more.
+    All may have `max_rows` draft rows together. The step may take `may_lose` seconds longer than a plain one, should no
+    draft token stand.
     """
 
     def __init__(self, costs: CostModel, texts: Sequence[Text], context: int, max_rows: int, may_lose: float = inf) -> None:
         self._costs = costs
         self._texts = texts
         self._may_lose = may_lose
-        self.limited = False
+        self.limited = False  # whether a plan was left out since it might have lost more
         most = sum(max((o.longest for o in text.options.values()), default=0) for text in texts)
         self._max_rows = min(max_rows, most)
         self._context = context
@@ -176,7 +138,7 @@ class Chooser:
         return found
 
     def again(self, plan: DraftPlan) -> DraftPlan:
-        """What is expected of the assignment of an earlier plan now. Requests that have ended or begun decode plainly, and
+        """An earlier plan by what is expected now. Requests that have ended or begun decode plainly, and
         all do where it might lose more than it may."""
         filling = _Filling(float(len(self._texts)))
         rows = {}
@@ -193,7 +155,8 @@ class Chooser:
         return DraftPlan(rows, filling.tokens, self._seconds(filling), _used(filling))
 
     def _time(self, rows: int) -> float:
-        """Of a step with so many draft rows, its drafts left out. An earlier plan may have more than there is room for."""
+        """Seconds of a step with so many draft rows, its drafts left out. An earlier plan may have more than there is room
+        for."""
         rows = min(rows, self._max_rows)
         seconds = self._times.get(rows)
         if seconds is None:
@@ -292,7 +255,7 @@ class Chooser:
         return seconds * (1.0 + self._doubt(filling.granted)) - self._plain
 
     def _doubt(self, rows: int) -> float:
-        """By which share the time of a step with so many draft rows may be wrong beside that of a plain one."""
+        """The share by which the time of a step with so many draft rows may be wrong beside that of a plain one."""
         doubt = self._doubts.get(rows)
         if doubt is None:
             count = len(self._texts)
@@ -333,5 +296,5 @@ def _used(filling: _Filling) -> float:
 
 
 def _joins(options: Sequence[Option | None]) -> bool:
-    """Whether several methods together draft for a text."""
+    """True if several methods together draft for a text."""
     return any(option is not None and option.members for option in options)

@@ -40,16 +40,11 @@ _MOST_UNCERTAIN = 0.3
 
 @dataclass(frozen=True)
 class CostTable:
-    """What a calibration found.
+    """Times of passes that a calibration found."""
 
-    Attributes:
-        passes: Seconds of a pass of the target by its number of rows.
-        context_seconds: What a pass takes longer for each token of context, all texts together.
-        drafts: For each method that runs a model of its own, seconds of that model's pass by its number of rows.
-    """
-
-    passes: Mapping[int, float]
-    context_seconds: float = 0.0
+    passes: Mapping[int, float]  # seconds of a pass of the target by its number of rows
+    context_seconds: float = 0.0  # what a pass takes longer for each token of context, all texts together
+    #: For each method that runs a model of its own, seconds of that model's pass by its number of rows.
     drafts: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     def check(self) -> None:
@@ -66,7 +61,7 @@ class CostTable:
 
     @staticmethod
     def assumed(pass_seconds: float = 0.05) -> CostTable:
-        """What is taken where nothing was calibrated: a pass is flat up to 4 rows, 8 rows cost 1.2 times as much, and from
+        """The table where nothing was calibrated: a pass is flat up to 4 rows, 8 rows cost 1.2 times as much, and from
         16 rows on twice the rows take twice the time. Steps correct it."""
         shape = {1: 1.0, 4: 1.05, 8: 1.2, 16: 1.6, 32: 3.0, 64: 6.0, 128: 12.0, 256: 24.0}
         return CostTable({rows: factor * pass_seconds for rows, factor in shape.items()})
@@ -74,39 +69,24 @@ class CostTable:
 
 @dataclass(frozen=True)
 class DraftWork:
-    """One method's part in a step.
-
-    Attributes:
-        method: Its name.
-        texts: Texts that it drafted for.
-        levels: Length of the longest draft that was asked for.
-        rows: Tokens that its own model caught up with beyond the usual ones.
-        chosen: The composite that it drafted for as a member; empty where it drafted by itself.
-    """
+    """One method's part in a step."""
 
     method: str
-    texts: int
-    levels: int
-    rows: int = 0
-    chosen: str = ""
+    texts: int  # texts that it drafted for
+    levels: int  # length of the longest draft that was asked for
+    rows: int = 0  # tokens that its own model caught up with beyond the usual ones
+    chosen: str = ""  # the composite that it drafted for as a member; empty where it drafted by itself
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step of texts that decode did.
+    """The work of a step of texts that decode."""
 
-    Attributes:
-        rows: Of the target's pass.
-        texts: Sequences in it.
-        context: Tokens that they had before, all together.
-        drafts: Who drafted.
-        forced: Of the rows, those of tokens that the structures of the texts force. They are there without drafts too.
-    """
-
-    rows: int
+    rows: int  # of the target's pass
     texts: int
-    context: int
+    context: int  # tokens that the texts had before, all together
     drafts: tuple[DraftWork, ...] = ()
+    #: Of the rows, those of tokens that the structures of the texts force. They are there without drafts too.
     forced: int = 0
 
     @property
@@ -129,12 +109,9 @@ class StepTimes:
 
 
 class Curve:
-    """Seconds by a number of rows: a calibrated curve, and corrections that follow what is observed.
+    """Seconds by a number of rows: a calibrated curve of one point at least, and corrections that follow what is observed.
 
     A number of rows that was not seen lately is corrected as its neighbours are.
-
-    Args:
-        points: Seconds by number of rows; one point at least.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
@@ -164,7 +141,7 @@ class Curve:
         return self.base(rows) * self.ratio(rows)
 
     def ratio(self, rows: float) -> float:
-        """By which passes of so many rows differ from what was calibrated."""
+        """The ratio by which passes of so many rows differ from what was calibrated."""
         place = self._place(rows)
         ratio = self._ratios.get(place)
         if ratio is None:
@@ -203,22 +180,22 @@ class Curve:
         self._near, self._weights = [1.0] * len(self.sizes), [0.0] * len(self.sizes)
 
     def doubt(self) -> None:
-        """What was observed was observed elsewhere: go on from it, and let a few observations outweigh it."""
+        """Take all observations for those of another batch: go on from it, and let a few observations outweigh it."""
         self._far_weight = min(self._far_weight, _DOUBTED)
         self._weights = [min(weight, _DOUBTED) for weight in self._weights]
         self._odd = [0] * len(self.sizes)
         self._ratios.clear()
 
     def uncertainty(self, rows: int) -> float:
-        """By which share the time of a pass of so many rows may be wrong, as far as times that differ tell."""
+        """The share by which the time of a pass of so many rows may be wrong, as far as times that differ tell."""
         return self._spread / sqrt(self._fresh(self._place(rows)) + _FAR_WEIGHT)
 
     def knows(self, rows: int) -> bool:
-        """Whether passes of about so many rows were seen lately, and not once only."""
+        """True if passes of about so many rows were seen lately, and not once only."""
         return self._fresh(self._place(rows)) > 1.0
 
     def is_odd(self, rows: int) -> bool:
-        """Whether about so many rows seemed to be known, and the latest observation was odd: another one is wanted."""
+        """True if about so many rows seemed to be known, and the latest observation was odd: another one is wanted."""
         place = self._place(rows)
         return self._odd[place] > 0 and self._weights[place] >= _KNOWN
 
@@ -257,10 +234,8 @@ _HOST_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 class CostModel:
     """Predicts what steps take and learns from those that were.
 
-    Args:
-        table: What the calibration found.
-        lookups: Methods without a model of their own: they take time for each text, however long the drafts are.
-        in_one_pass: Methods that draft all tokens of a text in one pass of theirs.
+    Methods without a model of their own, lookups, take time for each text, however long the drafts are. Others draft all
+    tokens of a text in one pass of theirs.
     """
 
     def __init__(self, table: CostTable, lookups: Sequence[str] = (), in_one_pass: Sequence[str] = ()) -> None:
@@ -309,7 +284,8 @@ class CostModel:
         return seconds * (1.0 + self.uncertainty(work.rows, plain)) - self.step_seconds(plain, work.context)
 
     def uncertainty(self, rows: int, plain: int) -> float:
-        """By which share the times of passes of so many rows may be wrong beside those of plain ones of so many rows."""
+        """The share by which the times of passes of so many rows may be wrong beside those of plain ones of so many
+        rows."""
         if rows == plain:
             return 0.0
         return min(hypot(self.passes.uncertainty(rows), self.passes.uncertainty(plain)), _MOST_UNCERTAIN)

@@ -24,15 +24,10 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True)
 class Together:
-    """How members draft together: all from the same place, or one behind the other.
+    """How members draft together: all from the same place, or one behind the other."""
 
-    Attributes:
-        parts: Names of members, or further groups, in the order of their turns.
-        in_line: Whether each goes on behind the ones before it.
-    """
-
-    parts: tuple[str | Together, ...]
-    in_line: bool
+    parts: tuple[str | Together, ...]  # names of members, or further groups, in the order of their turns
+    in_line: bool  # whether each goes on behind the ones before it
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -42,27 +37,19 @@ class Together:
 
 @dataclass(frozen=True)
 class Composite:
-    """How a candidate is made of members.
-
-    Attributes:
-        together: How they draft.
-        shares: Rows of each member, in the order of their turns, where the candidate has so many.
-    """
+    """How a candidate is made of members."""
 
     together: Together
+    #: Rows of each member, in the order of their turns, where the candidate has so many.
     shares: Callable[[int], Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of a composite.
+    """The outlook of a composite, and who drafts in it."""
 
-    Attributes:
-        outlook: By row, as for a method alone: what each further row adds to the text.
-        levels: For each number of rows, the members that draft and how many tokens each of them does.
-    """
-
-    outlook: Outlook
+    outlook: Outlook  # what each further row adds to the text
+    #: For each number of rows, the members that draft and how many tokens each of them does.
     levels: tuple[tuple[tuple[str, int], ...], ...]
 
 
@@ -93,15 +80,8 @@ class Differences:
 def forecast(
     composite: Composite, outlooks: Mapping[str, Outlook], lookups: Collection[str], longest: int, share: float
 ) -> Forecast:
-    """What is expected of a composite with 1 to `longest` rows.
-
-    Args:
-        composite: Of members.
-        outlooks: Of each member.
-        lookups: Members whose unused rows go to those behind them.
-        longest: Most rows.
-        share: See `Differences`.
-    """
+    """The forecast of a composite with 1 to `longest` rows, from the outlooks of its members. Unused rows of lookups go
+    to those behind them. `share` is that of `Differences`."""
     members = composite.together.members
     alone = {name: _Alone(outlooks[name], longest) for name in members}
     sizes = [size for size in _SIZES if size < longest] + [longest]
@@ -121,24 +101,17 @@ def forecast(
 
 @dataclass(frozen=True)
 class _Course:
-    """How far a text comes in what members draft.
+    """How far a text comes in what members draft."""
 
-    Attributes:
-        through: Chances that it comes through 1, 2, ... tokens of it.
-        whole: Chances that there are just 0, 1, ... tokens, and that all of them stand.
-    """
-
+    #: Chances that it comes through 1, 2, ... tokens of it.
     through: list[float]
+    #: Chances that there are just 0, 1, ... tokens, and that all of them stand.
     whole: list[float]
 
 
 class _Alone:
-    """How far a text comes in what one member drafts.
-
-    Args:
-        outlook: Of the member.
-        longest: Most rows; what a lookup leaves over may double them.
-    """
+    """How far a text comes in what one member drafts, with `longest` rows at most; what a lookup leaves over may double
+    them."""
 
     def __init__(self, outlook: Outlook, longest: int) -> None:
         further = max(0, 2 * longest - len(outlook.stands))
@@ -234,27 +207,17 @@ def _any(chances: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class MethodCandidate:
-    """A method that may be chosen.
+    """A method that may be chosen."""
 
-    Attributes:
-        name: Tells it from the others.
-        longest: Most draft tokens.
-        lookup: Whether it needs no model of its own, so that it costs little and has nothing to read first.
-        in_one_pass: Whether a draft takes one pass of its own, however long it is.
-        prior: Chance that its draft tokens stand, before anything was seen.
-        experience: What it showed in earlier processes.
-        composite: How it is made of other candidates; None for a method by itself. What is learnt is learnt of those.
-        alone: Whether it may be chosen by itself, and not as a member of others only.
-    """
-
-    name: str
-    longest: int
-    lookup: bool = False
-    in_one_pass: bool = False
-    prior: float = 0.6
-    experience: Experience | None = None
+    name: str  # unlike all others
+    longest: int  # most draft tokens
+    lookup: bool = False  # whether it needs no model of its own, so that it costs little and has nothing to read first
+    in_one_pass: bool = False  # whether a draft takes one pass of its own, however long it is
+    prior: float = 0.6  # chance that its draft tokens stand, before anything was seen
+    experience: Experience | None = None  # what it showed in earlier processes
+    #: How it is made of other candidates; None for a method by itself. What is learnt is learnt of those.
     composite: Composite | None = None
-    alone: bool = True
+    alone: bool = True  # whether it may be chosen by itself, and not as a member of others only
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -269,69 +232,46 @@ class MethodCandidate:
 
 @dataclass(frozen=True)
 class Running:
-    """A request that decodes in the step to come.
-
-    Attributes:
-        request: Which.
-        context: Its tokens.
-        longest: Draft tokens that may be of use; 0 where none may be drafted.
-        methods: Names of the candidates that may draft for it.
-        lags: By name, tokens that a method's own model has yet to read.
-        why_plain: Why none may be drafted, if so.
-        forced: Rows of the step, beside its own, for tokens that the structure of its output forces.
-        to_write: Tokens that it may still write; None where there is no bound.
-        written: Tokens of its output.
-    """
+    """A request that decodes in the step to come."""
 
     request: int
-    context: int
-    longest: int
-    methods: tuple[str, ...]
-    lags: Mapping[str, int] = field(default_factory=dict)
-    why_plain: str = ""
-    forced: int = 0
-    to_write: int | None = None
-    written: int = 0
+    context: int  # its tokens
+    longest: int  # draft tokens that may be of use; 0 where none may be drafted
+    methods: tuple[str, ...]  # names of the candidates that may draft for it
+    lags: Mapping[str, int] = field(default_factory=dict)  # by name, tokens that a method's own model has yet to read
+    why_plain: str = ""  # why none may be drafted, if so
+    forced: int = 0  # rows of the step, beside its own, for tokens that the structure of its output forces
+    to_write: int | None = None  # tokens that it may still write; None where there is no bound
+    written: int = 0  # tokens of its output
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a request does in a step.
+    """The part of a request in a step."""
 
-    Attributes:
-        method: Who drafts; None decodes plainly.
-        num_draft_tokens: Most that it may draft.
-        reason: In words.
-        why: The same in one word, to count by: a draft "pays", or is "longer" to measure it; "plain" is to be measured; a
-            draft would be a "loss", or cost more than trials may ("saving"); "fixed" is what had no choice, "fault" what no
-            governor decided.
-    """
-
-    method: str | None
-    num_draft_tokens: int
-    reason: str
+    method: str | None  # who drafts; None decodes plainly
+    num_draft_tokens: int  # most that it may draft
+    reason: str  # in words
+    #: The reason in one word, to count by: a draft "pays", or is "longer" to measure it; "plain" is to be measured; a draft
+    #: would be a "loss", or cost more than trials may ("saving"); "fixed" is what had no choice, "fault" what no governor
+    #: decided.
     why: str = "pays"
 
 
 @dataclass(frozen=True)
 class MemberDraft:
-    """What became of one member's part of a draft.
-
-    Attributes:
-        member: Which.
-        asked: Draft tokens requested.
-        offered: Draft tokens returned.
-        scores: For each position that was tried, in order: 1 or 0, or the chance with which it would have stood.
-    """
+    """The outcome of one member's part of a draft."""
 
     member: str
-    asked: int
-    offered: int
+    asked: int  # draft tokens requested
+    offered: int  # draft tokens returned
+    #: For each position that was tried, in order: 1 or 0, or the chance with which it would have stood.
     scores: Sequence[float]
 
 
 def most_levels(candidates: Mapping[str, MethodCandidate], name: str, rows: int) -> Iterator[tuple[str, int]]:
-    """Who may draft where a method has so many rows, and how many tokens: lookups may leave all of theirs over."""
+    """The members that may draft where a method has so many rows, and how many tokens each of them does: lookups may leave
+    all of theirs over."""
     chosen, spare = candidates[name], 0
     shares = [rows] if chosen.composite is None else chosen.composite.shares(rows)
     for member, own in zip(chosen.members, shares, strict=True):
@@ -344,14 +284,8 @@ def most_levels(candidates: Mapping[str, MethodCandidate], name: str, rows: int)
 def most_work(
     candidates: Mapping[str, MethodCandidate], running: Sequence[Running], decisions: Mapping[int, Decision], at_once: int
 ) -> StepWork:
-    """What a step does in which all drafts are as long as they may be.
-
-    Args:
-        candidates: By name.
-        running: The texts that decode.
-        decisions: Of each.
-        at_once: Tokens that a method's own model reads in a step at most.
-    """
+    """The work of a step in which all drafts are as long as they may be, and in which the model of a method reads so many
+    tokens at once at most."""
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for each in running:
         decision = decisions[each.request]

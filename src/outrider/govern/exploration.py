@@ -8,90 +8,6 @@ from dataclasses import dataclass, field, replace
 
 from outrider.govern.costs import CostModel, StepTimes, StepWork
 
-# --- Pays for steps from what trials may cost: before they begin as if no draft token stood, and afterwards what they took.
-
-
-@dataclass
-class _OpenStep:
-    """A step that was decided and has not ended yet.
-
-    Attributes:
-        work: What it was to do at most.
-        plain: Seconds of a plain step of its texts.
-        longer: Seconds by which it was expected to be longer.
-    """
-
-    work: StepWork
-    plain: float
-    longer: float = 0.0
-
-
-class ExplorationBudget:
-    """What speculation may still lose, and the step that is under way.
-
-    Args:
-        plain: Seconds of a plain step of one text.
-    """
-
-    def __init__(self, plain: float) -> None:
-        self._bucket = SecondsBucket(plain)
-        self._open: _OpenStep | None = None
-
-    @property
-    def left(self) -> float:
-        """Seconds that may be lost now."""
-        return self._bucket.left
-
-    @property
-    def most(self) -> float:
-        """Seconds that are saved up at most."""
-        return self._bucket.most
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing may be lost."""
-        return self.left <= 0.0
-
-    def spend(self, seconds: float) -> None:
-        """So much was lost beside the step."""
-        self._bucket.spend(seconds)
-
-    def begin_step(self, work: StepWork, costs: CostModel) -> bool:
-        """Pay for a step as if no draft token stood; returns whether it may cost so much. If not, it is plain."""
-        if self._open is not None:
-            self._bucket.end_step(self._open.plain + self._open.longer, self._open.plain)
-        plain = costs.step_seconds(work.texts, work.context)
-        longer = costs.most_longer(work)
-        if not self._bucket.affords(longer):
-            self._open = _OpenStep(replace(work, rows=work.plain_rows, drafts=()), plain)
-            return False
-        self._open = _OpenStep(work, plain, longer)
-        self._bucket.spend(longer)
-        return True
-
-    def win(self, tokens: float) -> None:
-        """So many draft tokens of the step stand: what they would have taken plainly comes back."""
-        if self._open is not None:
-            self._bucket.spend(-tokens * self._open.plain / self._open.work.texts)
-
-    def as_begun(self, work: StepWork) -> StepWork:
-        """What a step did, with the tokens that methods caught up with in it."""
-        if self._open is None or not work.drafts:
-            return work
-        late: Counter[str] = Counter()
-        for each in self._open.work.drafts:
-            late[each.method] += each.rows
-        return replace(work, drafts=tuple(replace(each, rows=late.pop(each.method, 0)) for each in work.drafts))
-
-    def end_step(self, work: StepWork, times: StepTimes, costs: CostModel) -> None:
-        """Pay for a step that has ended what it cost by all that is known of costs now, instead of what was expected."""
-        if self._open is None:
-            return
-        self._bucket.spend(costs.most_longer(work) - self._open.longer)
-        self._bucket.end_step(times.total, costs.step_seconds(work.texts, work.context))
-        self._open = None
-
-
 # --- What trials may cost: a token bucket of seconds that speculation may lose against plain decoding.
 #
 # A hundredth of the time is earned, and little of it is saved up. What a step costs beyond a plain one is paid for
@@ -108,15 +24,9 @@ _MOST_OWED = 1 / 3
 
 
 class SecondsBucket:
-    """Seconds that may be lost.
+    """Seconds that may be lost, `most` of which are saved up.
 
-    A target whose plain steps take long could hardly pay for a draft. It saves up a part of such a step.
-
-    Args:
-        plain: Seconds of a plain step.
-
-    Attributes:
-        most: Seconds that are saved up at most.
+    `plain` is the time of a plain step. Where it is long, a draft could hardly be paid, so a part of it is saved up.
     """
 
     def __init__(self, plain: float) -> None:
@@ -129,23 +39,78 @@ class SecondsBucket:
         return self._saved - self._spent
 
     def affords(self, seconds: float) -> bool:
-        """Whether so much may be lost; nothing may always."""
+        """True if so much may be lost; nothing may always."""
         return seconds <= 0.0 or seconds <= self.left
 
     def spend(self, seconds: float) -> None:
-        """So much is lost by the step under way, or won where it is negative."""
+        """So much is lost by the step under way or beside it, or won where it is negative."""
         self._spent += seconds
 
-    def end_step(self, seconds: float, plain: float) -> None:
-        """A step has ended. No more is owed than a third of what may be saved up: where the machine paused in a trial,
-        drafts are tried again within seconds.
-
-        Args:
-            seconds: Measured time of the step.
-            plain: Estimated time of a step without drafts.
-        """
+    def earn(self, seconds: float, plain: float) -> None:
+        """A step of so many seconds has ended, which would have taken so many plainly. No more is owed than a third of what
+        may be saved up: where the machine paused in a trial, drafts are tried again within seconds."""
         self.most = max(MOST_SAVED, _OF_PLAIN * plain)
         self._saved, self._spent = max(min(self.left + SHARE * seconds, self.most), -_MOST_OWED * self.most), 0.0
+
+
+# --- Pays for steps from what trials may cost: before they begin as if no draft token stood, and afterwards what they took.
+
+
+@dataclass
+class _OpenStep:
+    """A step that was decided and has not ended yet."""
+
+    work: StepWork  # at most
+    plain: float  # seconds of a plain step of its texts
+    longer: float = 0.0  # seconds by which it was expected to be longer
+
+
+class ExplorationBudget(SecondsBucket):
+    """The time that speculation may still lose, and the step that is under way."""
+
+    def __init__(self, plain: float) -> None:
+        super().__init__(plain)
+        self._open: _OpenStep | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing may be lost."""
+        return self.left <= 0.0
+
+    def begin_step(self, work: StepWork, costs: CostModel) -> bool:
+        """Pay for a step as if no draft token stood; returns whether it may cost so much. If not, it is plain."""
+        if self._open is not None:
+            self.earn(self._open.plain + self._open.longer, self._open.plain)
+        plain = costs.step_seconds(work.texts, work.context)
+        longer = costs.most_longer(work)
+        if not self.affords(longer):
+            self._open = _OpenStep(replace(work, rows=work.plain_rows, drafts=()), plain)
+            return False
+        self._open = _OpenStep(work, plain, longer)
+        self.spend(longer)
+        return True
+
+    def win(self, tokens: float) -> None:
+        """So many draft tokens of the step stand: what they would have taken plainly comes back."""
+        if self._open is not None:
+            self.spend(-tokens * self._open.plain / self._open.work.texts)
+
+    def as_begun(self, work: StepWork) -> StepWork:
+        """The work of a step, with the tokens that methods caught up with in it."""
+        if self._open is None or not work.drafts:
+            return work
+        late: Counter[str] = Counter()
+        for each in self._open.work.drafts:
+            late[each.method] += each.rows
+        return replace(work, drafts=tuple(replace(each, rows=late.pop(each.method, 0)) for each in work.drafts))
+
+    def end_step(self, work: StepWork, times: StepTimes, costs: CostModel) -> None:
+        """Pay for a step that has ended what it cost by all that is known of costs now, instead of what was expected."""
+        if self._open is None:
+            return
+        self.spend(costs.most_longer(work) - self._open.longer)
+        self.earn(times.total, costs.step_seconds(work.texts, work.context))
+        self._open = None
 
 
 # --- What is learnt and held for one number of texts behind contexts of one length, apart from all others.
@@ -165,25 +130,15 @@ _MOST_STANDINGS = 64
 
 @dataclass
 class BatchKnowledge:
-    """What holds at one number of texts.
-
-    Attributes:
-        costs: What steps take there.
-        gain: By which factor the last plan was expected to beat plain decoding.
-        speed: Tokens that a text which drafts in it was expected to write in a step.
-        was_on: Whether that plan drafted for at least half of the texts; None before the first one.
-        longer_every: Drafts between two of which one is longer by a token.
-        plain_due: Whether the next step is to be plain, to be measured.
-        steady_until: The step up to which experience of longer standing decides.
-    """
+    """Costs and plans at one number of texts."""
 
     costs: CostModel
-    gain: float = 1.0
-    speed: float = 1.0
-    was_on: bool | None = None
-    longer_every: int = 0
-    plain_due: bool = False
-    steady_until: int = 0
+    gain: float = 1.0  # by which factor the last plan was expected to beat plain decoding
+    speed: float = 1.0  # tokens that a text which drafts in it was expected to write in a step
+    was_on: bool | None = None  # whether that plan drafted for at least half of the texts; None before the first one
+    longer_every: int = 0  # drafts between two of which one is longer by a token
+    plain_due: bool = False  # whether the next step is to be plain, to be measured
+    steady_until: int = 0  # the step up to which experience of longer standing decides
     _flips: deque[int] = field(default_factory=lambda: deque(maxlen=_FLIPS))
     _steady_steps: int = _STEADY_STEPS
 
@@ -203,18 +158,14 @@ class BatchKnowledge:
 
 class BatchKnowledgeTable:
     """Finds what holds for a batch. Each number of texts begins with what was calibrated. Contexts of another length begin
-    with what was learnt for as many texts, believed less.
-
-    Args:
-        begun: What is known of costs before any step.
-    """
+    with what was learnt for as many texts, believed less."""
 
     def __init__(self, begun: CostModel) -> None:
         self._begun = begun
         self._known: dict[tuple[int, int], BatchKnowledge] = {}
 
     def of(self, num_texts: int, context: int) -> BatchKnowledge:
-        """What holds for so many texts with so many tokens, all together."""
+        """The knowledge of batches of so many texts with so many tokens, all together."""
         texts, length = max(num_texts - 1, 0).bit_length(), _length(context // max(num_texts, 1))
         found = self._known.pop((texts, length), None) or self._new(texts, length)
         self._known[texts, length] = found  # the most recently used come last

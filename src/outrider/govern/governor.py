@@ -45,15 +45,8 @@ _LONGER_EVERY, _LONGER_SHARE = 12, 0.008
 class Governor:
     """Decides step by step.
 
-    Args:
-        candidates: The methods.
-        table: What a calibration found of costs.
-        max_rows: Draft rows that a step may hold, all requests together.
-        holds: Steps for which a plan holds while nothing seems to have changed.
-        read_at_once: Tokens that a method's own model reads in a step at most.
-
-    Attributes:
-        chosen: How often each method was chosen at each length; ("none", 0) stands for plain decoding.
+    A step may hold `max_rows` draft rows, all requests together. A plan holds for so many steps while nothing seems to have
+    changed. The model of a method reads `read_at_once` tokens in a step at most.
     """
 
     def __init__(
@@ -74,7 +67,7 @@ class Governor:
         self._here = self._knowledge.of(1, 0)
         known = {each.name: each.experience for each in candidates if each.experience is not None}
         self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates}, known)
-        self.chosen: Counter[tuple[str, int]] = Counter()
+        self.chosen: Counter[tuple[str, int]] = Counter()  # by method and length; ("none", 0) is plain decoding
         self._max_rows = max_rows
         self._plan, self._plan_reason = DraftPlan(), ""
         self._outlooks: dict[tuple[int, str], Outlook] = {}  # by which the plan was made
@@ -103,7 +96,7 @@ class Governor:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def rests(self, requests: Sequence[int]) -> bool:
-        """Whether nothing has to be decided for these requests: all of them go on as plainly as before."""
+        """True if nothing has to be decided for these requests: all of them go on as plainly as before."""
         return not self._plan.rows and self._batch == tuple(requests) and self._plan_holds()
 
     def rest(self) -> None:
@@ -114,7 +107,7 @@ class Governor:
         self._exploration.begin_step(StepWork(len(self._batch), len(self._batch), 0), self._here.costs)
 
     def decide(self, running: Sequence[Running]) -> dict[int, Decision]:
-        """What each request does in the coming step."""
+        """The decision for each request in the coming step."""
         self._step += 1
         self._here = self._knowledge.of(len(running), sum(each.context for each in running))
         self._places.see(self._step, (each.request for each in running))
@@ -228,7 +221,7 @@ class Governor:
         return Option(name, found.outlook, longest, members=tuple(readings), levels=found.levels)
 
     def _is_time_for_plain(self, num_rows: int) -> bool:
-        """Whether a step should be plain, which then has so many rows."""
+        """True if a step should be plain, which then has so many rows."""
         if not self._plan.rows:
             return False
         here = self._here
@@ -259,7 +252,7 @@ class Governor:
 
     @property
     def scores_now(self) -> bool:
-        """Whether idle methods are scored in this step."""
+        """True if idle methods are scored in this step."""
         return self._step % _pause(len(self._batch)) == 0 and not self._exploration.is_empty
 
     def shadows(self, running: Sequence[Running]) -> list[Shadow]:
@@ -271,31 +264,16 @@ class Governor:
     def observe_draft(
         self, request: int, method: str, asked: int, offered: int, accepted: int, *, rejected: bool, shadow: bool = False
     ) -> None:
-        """What became of a draft, or of one that an idle lookup would have made.
-
-        Args:
-            request: Whose.
-            method: Who drafted.
-            asked: Draft tokens requested.
-            offered: Draft tokens returned.
-            accepted: That entered the text.
-            rejected: Whether the target wrote another token in place of the next one.
-            shadow: Whether it was never made, so that the text gained nothing by it.
-        """
+        """Learn from a draft of so many tokens asked for and offered, or from a shadow: a draft that an idle lookup would
+        have made, by which the text gained nothing. `accepted` tokens entered the text; it was `rejected` if the target
+        wrote another token in place of the next one."""
         scores = [1.0] * accepted + ([0.0] if rejected and accepted < offered else [])
         if not shadow:
             self._earn(request, offered, accepted)
         self._observe_member(request, MemberDraft(method, asked, offered, scores), 1.0 if shadow else 1.0 + accepted)
 
     def observe_members(self, request: int, method: str, drafts: Sequence[MemberDraft], accepted: int) -> None:
-        """What became of a draft that several members made.
-
-        Args:
-            request: Whose.
-            method: The composite that was chosen.
-            drafts: Of its members.
-            accepted: Draft tokens that entered the text.
-        """
+        """Learn from a draft that the members of a composite made. `accepted` of its tokens entered the text."""
         self._earn(request, sum(draft.offered for draft in drafts), accepted)
         first = [draft for draft in drafts if draft.scores]
         composite = self.candidates[method].composite

@@ -33,10 +33,6 @@ SHADOW_TOKENS = 12
 class Shadow:
     """An idle method that is to be scored without a row of the target: a model on text that is committed, a lookup on text
     that is to come.
-
-    Attributes:
-        request: On whose text.
-        method: Which.
     """
 
     request: int
@@ -45,31 +41,18 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Idle:
-    """A method that might be scored on a text.
-
-    Attributes:
-        request: Whose text.
-        method: Which.
-        waited: Steps since it was last scored there, or since the text began.
-        cost: Seconds that it would take.
-        lookup: Whether it needs no model of its own.
-    """
+    """A method that might be scored on a text."""
 
     request: int
     method: str
-    waited: int
-    cost: float
-    lookup: bool
+    waited: int  # steps since it was last scored there, or since the text began
+    cost: float  # seconds that it would take
+    lookup: bool  # whether it needs no model of its own
 
 
 class Shadows:
-    """Finds the idle methods whose turn it is, and pays for their scores.
-
-    Args:
-        candidates: The methods, by name.
-        exploration: The budget that pays for scores.
-        read_at_once: Tokens that a method's own model reads in a step at most.
-    """
+    """Finds the idle methods whose turn it is, and pays for their scores. The model of a method reads `read_at_once` tokens
+    in a step at most."""
 
     def __init__(
         self, candidates: Mapping[str, MethodCandidate], exploration: ExplorationBudget, read_at_once: int
@@ -96,14 +79,7 @@ class Shadows:
         self, running: Sequence[Running], drafting: Mapping[int, tuple[str, int]], step: int, costs: CostModel
     ) -> list[Shadow]:
         """Idle methods to score in this step, on texts where they were not scored for longest, within their share of the
-        time.
-
-        Args:
-            running: The texts that decode.
-            drafting: Who drafts how much, by request.
-            step: Now.
-            costs: What reading takes.
-        """
+        time. `drafting` says who drafts how much, by request."""
         idle = self._idle(running, drafting, step, costs)
         lookups = sorted((each for each in idle if each.lookup), key=_longest_ago)
         models = sorted((each for each in idle if not each.lookup), key=_least_for_its_wait)
@@ -201,13 +177,8 @@ class Places:
         return (self._empty + _PRIOR_WEIGHT) / (self._ended + _PRIOR_WEIGHT)
 
     def leave(self, step: int, request: int, *, at_length: bool) -> None:
-        """A text has ended. A text alone tells nothing.
-
-        Args:
-            step: Now.
-            request: Whose.
-            at_length: Whether it has all the tokens that it might have, so that its end could be foreseen.
-        """
+        """A text has ended; `at_length` where it has all the tokens that it might have, so that its end could be foreseen.
+        A text alone tells nothing."""
         if request not in self._batch or len(self._batch) == 1:
             return
         if at_length:
@@ -229,13 +200,8 @@ class Places:
         self._batch = now
 
     def worths(self, running: Sequence[Running], costs: CostModel, speed: float) -> dict[int, float]:
-        """What a token of each text is worth: the same, as far as others take the places of texts that end.
-
-        Args:
-            running: The batch.
-            costs: What steps take.
-            speed: Tokens that a text which drafts is expected to write in a step.
-        """
+        """The worth of a token of each text: the same, as far as others take the places of texts that end. A text which
+        drafts is expected to write `speed` tokens in a step."""
         bounds = [each.to_write for each in running if each.to_write is not None]
         count, context = len(running), sum(each.context for each in running)
         if len(bounds) < count or count == 1:
@@ -245,7 +211,7 @@ class Places:
         return {each.request: empty * worth + 1.0 - empty for each, worth in zip(running, found, strict=True)}
 
     def lateness(self, running: Sequence[Running], plan: DraftPlan, worth: Mapping[int, float]) -> float:
-        """By which share the batch ends later than its texts do on average, as far as nobody takes their places."""
+        """The share by which the batch ends later than its texts do on average, as far as nobody takes their places."""
         bounds = [each.to_write for each in running if each.request in plan.rows and each.to_write is not None]
         if len(bounds) < 2:
             return 0.0
@@ -259,15 +225,12 @@ class Places:
 
 
 def worths(to_write: Sequence[int], seconds: Callable[[int], float], speed: float) -> list[float]:
-    """What a token of each text is worth where all begin and end with the batch, 1 on average.
+    """The worth of a token of each text, 1 on average, where all begin and end with the batch, from the tokens that each
+    text may still write, the seconds of a plain step of so many texts, and the tokens that a text which drafts is expected
+    to write in a step.
 
     A token lets its text end a step sooner, so that one step has a text less. What this saves depends on how many texts are
     still there: those that end later although they draft and this text does not, as far as a lead is sure to last.
-
-    Args:
-        to_write: Tokens that each text may still write.
-        seconds: Of a plain step of so many texts.
-        speed: Tokens that a text which drafts is expected to write in a step.
     """
     known = [0.0, *(seconds(count + 1) for count in range(len(to_write)))]
     saved = [_between(known, _later(place, to_write, speed)) for place in range(len(to_write))]
@@ -276,14 +239,11 @@ def worths(to_write: Sequence[int], seconds: Callable[[int], float], speed: floa
 
 
 def lateness(worths: Sequence[float], tokens: float, to_write: float) -> float:
-    """The share of the time by which the last of texts that draft ends later than they do on average, by chance alone.
+    """The share of the time by which the last of texts that draft ends later than they do on average, by chance alone, from
+    the worth of a token of each, the tokens that a text is expected to gain in a step, and those that it may still write on
+    average.
 
     It is the largest of several sums of as many independent numbers as there are steps.
-
-    Args:
-        worths: Of a token of each text that drafts.
-        tokens: That a text is expected to gain in a step.
-        to_write: Tokens that a text may still write on average.
     """
     alike = sum(worths) ** 2 / max(sum(worth * worth for worth in worths), 1e-9)  # as many texts of equal worth
     variance = _VARIANCE * max(tokens - 1.0, 0.0)

@@ -19,15 +19,8 @@ _MASS_TOLERANCE = 1e-3
 
 
 def inspected(request: ProposeRequest, answer: object, vocab_size: int) -> tuple[Draft, str | None]:
-    """The draft that is verified for a request, and what is wrong with the answer; None where nothing is.
-
-    All that was drawn stays in it with its probabilities, as far as the budget reaches.
-
-    Args:
-        request: What the proposer was asked.
-        answer: What it answered, or what it raised.
-        vocab_size: Width of the target's logits.
-    """
+    """The draft that is verified for a request, from what the proposer answered or raised, and what is wrong with the
+    answer; None where nothing is. All that was drawn stays in it with its probabilities, as far as the budget reaches."""
     limits = request.budget, request.max_depth, vocab_size
     try:
         if isinstance(answer, BaseException):
@@ -74,7 +67,7 @@ def sound_prefix(draft: object, budget: int, max_depth: int, vocab_size: int) ->
 
 
 def _malformed(draft: Draft) -> str | None:
-    """What makes it impossible to tell which draw is of which node."""
+    """The reason why nobody can tell which draw is of which node."""
     size = len(draft.token_ids)
     if size != len(draft.parents) or not len(draft.laws) == len(draft.nodes) == len(draft.members):
         return "token_ids and parents, or laws, nodes and members, differ in length"

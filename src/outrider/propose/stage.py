@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from outrider.cache.state import KVView
 from outrider.draft import EMPTY, Draft
-from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput
 from outrider.propose.base import (
     DraftNoise,
@@ -25,149 +23,130 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
     Tokens,
-    TopK,
 )
-from outrider.propose.draft_model import OwnText, TextReading
-from outrider.propose.inspection import inspected
+from outrider.propose.draft_model import OwnText
+from outrider.propose.host import PassRows, ProposerHost, blaming
 from outrider.propose.settings import SpeculationConfig
 from outrider.propose.tree import CHAIN, StaticTree
 
 # --- The drafter of a stage: a proposer whose guesses a draft model verifies before the target sees anything of them.
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Guess:
-    """What a drafter is asked for in one round of a stage.
+    """The wish to a drafter in one round of a stage."""
 
-    Attributes:
-        request: The request that the stage itself drafts for.
-        path: Tokens behind those that the request's draft follows, which the stage has drafted already.
-        kv: What the draft model keeps of the text, with room for the guess.
-        round: The text's round in this stage; part of the keys of all that is drawn in it.
-        num_rows: Most nodes.
-        max_depth: Longest path that may be of use.
-    """
-
-    request: ProposeRequest
-    path: tuple[int, ...]
-    kv: KVView
-    round: int
-    num_rows: int
-    max_depth: int
+    request: ProposeRequest  # that the stage itself drafts for
+    path: tuple[int, ...]  # tokens behind those that the request's draft follows, which the stage has drafted already
+    kv: KVView  # what the draft model keeps of the text, with room for the guess
+    round: int  # of the text in this stage; part of the keys of all that is drawn in it
+    num_rows: int  # most nodes
+    max_depth: int  # longest path that may be of use
 
 
-class StageDrafter:
+@dataclass
+class _StageText:
+    """A text as the drafter of a stage knows it. After a fault it is not asked for the text any more."""
+
+    view: ProposerSequence
+    fault: str | None = None
+    told: bool = False  # to the request that the stage drafts for
+    believed: bool = True
+
+    def report_fault(self, problem: str, *, useless: bool = True) -> None:
+        self.fault = self.fault or problem
+
+
+class StageDrafter(ProposerHost):
     """Asks a proposer for guesses at what a draft model will write.
 
     It is shown each text as a sequence of its own, whose rounds are the verify passes of the draft model, and whose KV is
-    the draft model's. What it raises, or answers against the rules, costs its own guesses: it is not asked for that text
-    again, and the draft model goes on without it.
-
-    Args:
-        proposer: The drafter.
-        config: Its settings.
-        vocab_size: Width of the target's logits.
+    the draft model's. A fault costs its own guesses: it is set aside for that text, and the draft model goes on without it.
     """
 
     def __init__(self, proposer: Proposer, config: SpeculationConfig, vocab_size: int) -> None:
-        self.proposer = proposer
+        super().__init__(proposer, vocab_size)
         self.config = config
-        self._vocab_size = vocab_size
-        self._views: dict[int, ProposerSequence] = {}
-        self._faults: dict[int, str] = {}  # texts for which it is not asked again
-        self._told: set[int] = set()
+        self._texts: dict[int, _StageText] = {}
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def begin(self, sequence: ProposerSequence) -> None:
-        """As for any proposer."""
-        view = self._views[sequence.seq_id] = replace(sequence, round=0)
-        self._tell("begin", [sequence], view)
+        text = self._texts[sequence.seq_id] = _StageText(replace(sequence, round=0))
+        with blaming([text], "begin"):
+            self.proposer.begin(text.view)
 
     def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
-        """As for any proposer."""
-        view = self._views[child.seq_id] = replace(child, round=0)
-        self._tell("fork", [child], self._views[parent.seq_id], view)
+        text = self._texts[child.seq_id] = _StageText(replace(child, round=0))
+        with blaming([text], "fork"):
+            self.proposer.fork(self._texts[parent.seq_id].view, text.view)
 
     def prefill(self, prompts: Sequence[PromptRows]) -> None:
-        """As for any proposer."""
-        sound = [prompt for prompt in prompts if prompt.sequence.seq_id not in self._faults]
-        shown = [replace(prompt, sequence=self._views[prompt.sequence.seq_id]) for prompt in sound]
-        self._tell("prefill", [prompt.sequence for prompt in sound], shown)
+        sound = [prompt for prompt in prompts if not self.is_set_aside(prompt.sequence)]
+        texts = [self._texts[prompt.sequence.seq_id] for prompt in sound]
+        if sound:
+            with blaming(texts, "prefill"):
+                shown = zip(sound, texts, strict=True)
+                self.proposer.prefill([replace(prompt, sequence=text.view) for prompt, text in shown])
 
     def observe(self, rows: Sequence[ObservedRows]) -> None:
-        """Rows of the draft model."""
-        sound = [seen for seen in rows if seen.sequence.seq_id not in self._faults]
-        self._tell("observe", [seen.sequence for seen in sound], sound)
+        """Show the drafter rows of the draft model."""
+        sound = [seen for seen in rows if not self.is_set_aside(seen.sequence)]
+        if sound:
+            with blaming([self._texts[seen.sequence.seq_id] for seen in sound], "observe"):
+                self.proposer.observe(sound)
 
     def is_set_aside(self, sequence: ProposerSequence) -> bool:
-        """Whether it is not asked for a text any more."""
-        return sequence.seq_id in self._faults
+        """True if the drafter is not asked for a text any more."""
+        text = self._texts.get(sequence.seq_id)
+        return text is not None and text.fault is not None
 
     def forget(self, sequence: ProposerSequence) -> None:
-        """What it was shown of a text is not so any more: it begins anew."""
+        """Let the drafter begin a text anew, of which it was shown what is not so any more."""
         if not self.is_set_aside(sequence):
-            self._tell("finish", [sequence], self._views[sequence.seq_id])
-            self._tell("begin", [sequence], self._views[sequence.seq_id])
+            text = self._texts[sequence.seq_id]
+            with blaming([text], "finish"):
+                self.proposer.finish(text.view)
+            with blaming([text], "begin"):
+                self.proposer.begin(text.view)
 
     def view(self, sequence: ProposerSequence, token_ids: list[int], kv: KVView) -> ProposerSequence:
         """A text as it is shown, with these tokens, and with what the draft model keeps of it."""
-        return replace(self._views[sequence.seq_id], token_ids=Tokens(token_ids), kv=kv)
+        return replace(self._texts[sequence.seq_id].view, token_ids=Tokens(token_ids), kv=kv)
 
     def finish(self, sequence: ProposerSequence) -> None:
-        """As for any proposer."""
-        view = self._views.pop(sequence.seq_id)
-        self._tell("finish", [sequence], view)
-        self._faults.pop(sequence.seq_id, None)
-        self._told.discard(sequence.seq_id)
+        text = self._texts.pop(sequence.seq_id)
+        with blaming([text], "finish"):
+            self.proposer.finish(text.view)
 
     def check_rest(self) -> None:
-        """As for any proposer."""
-        assert not self._views, f"the drafter of a stage still has {len(self._views)} texts"
+        assert not self._texts, f"the drafter of a stage still has {len(self._texts)} texts"
         self.proposer.check_rest()
 
     # -- guessing ------------------------------------------------------------------------------------------------------
 
     def next_round(self, sequence: ProposerSequence) -> int:
         """The number of the text's next round in this stage."""
-        view = self._views[sequence.seq_id]
+        view = self._texts[sequence.seq_id].view
         view.round += 1
         return view.round
 
     def guesses(self, asked: Sequence[Guess], noise: DraftNoise) -> list[Draft]:
-        """Sound drafts, in order; empty ones where the drafter has none, or is not asked.
-
-        Args:
-            asked: What is wanted.
-            noise: The drafter's.
-        """
+        """Sound drafts, in order; empty ones where the drafter has none, or is not asked."""
         found = [EMPTY] * len(asked)
         places = [i for i, each in enumerate(asked) if each.num_rows > 0 and self._is_sound(each.request)]
+        texts = [self._texts[asked[i].request.sequence.seq_id] for i in places]
         requests = [self._request(asked[i]) for i in places]
-        answers: Sequence[object]
-        try:
-            answers = list(self.proposer.propose(requests, noise)) if places else []
-            if len(answers) != len(places):
-                raise ValueError(f"{len(answers)} drafts for {len(places)} requests")
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            answers = [error] * len(places)
-        for i, request, answer in zip(places, requests, answers, strict=True):
-            sound, problem = inspected(request, answer, self._vocab_size)
-            if problem is not None:
-                self._fail(request, problem)
-            found[i] = sound.with_scratch(0)
+        for i, draft in zip(places, self.ask(texts, requests, noise) if places else (), strict=True):
+            found[i] = draft.with_scratch(0)
+            self._is_sound(asked[i].request)
         return found
 
     def _request(self, guess: Guess) -> ProposeRequest:
         config, asked = self.config, guess.request
         shape = config.tree
         assert not isinstance(shape, str), "a drafter's tree has a fixed shape"
-        view = self._views[asked.sequence.seq_id]
+        view = self._texts[asked.sequence.seq_id].view
         view.kv = guess.kv
         return replace(
             asked,
@@ -185,75 +164,25 @@ class StageDrafter:
         """Counts passes of a stage inside the drafter, under its place in this one."""
         return lambda stage, drafted, accepted: asked.count_stage(f"{self.config.name}.{stage}", drafted, accepted)
 
-    # -- faults --------------------------------------------------------------------------------------------------------
-
     def _is_sound(self, request: ProposeRequest) -> bool:
-        """Whether the drafter may be asked for a text; tells of a fault that happened outside of a draft."""
-        problem = self._faults.get(request.sequence.seq_id)
-        if problem is not None:
-            self._fail(request, problem)
-        return problem is None
-
-    def _fail(self, request: ProposeRequest, problem: str) -> None:
-        seq_id = request.sequence.seq_id
-        self._faults.setdefault(seq_id, problem)
-        if seq_id not in self._told:
-            self._told.add(seq_id)
-            request.report(f"its drafter {self.config.name} is set aside for this text: {problem}")
-
-    def _tell(self, verb: str, sequences: Sequence[ProposerSequence], *args: object) -> None:
-        try:
-            if sequences:
-                getattr(self.proposer, verb)(*args)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            for sequence in sequences:
-                self._faults.setdefault(sequence.seq_id, f"{verb} raised {error!r}")
+        """True if the drafter may be asked for a text; if not, the request is told why, once."""
+        text = self._texts[request.sequence.seq_id]
+        if text.fault is not None and not text.told:
+            text.told = True
+            request.report(f"its drafter {self.config.name} is set aside for this text: {text.fault}")
+        return text.fault is None
 
 
 # --- Rows of a draft model as its drafter in a stage is shown them: those of the passes that verify the drafter's guesses.
 
 
 @dataclass(frozen=True)
-class VerifiedRows:
-    """Rows of one text in a pass of the draft model, after its verdict.
-
-    Attributes:
-        sequence: Whose.
-        text: The text, with the tokens that stand and the one behind them.
-        segment: The rows: first those of the text, then those of a guess.
-        num_due: How many are of the text.
-        place: Of the segment in the pass.
-        path: Nodes of the guess that stand.
-    """
-
-    sequence: ProposerSequence
-    text: OwnText
-    segment: Segment
-    num_due: int
-    place: int
-    path: tuple[int, ...]
-
-    @staticmethod
-    def of_text(reading: TextReading, place: int) -> VerifiedRows:
-        """Rows of a text without a guess behind them."""
-        return VerifiedRows(reading.sequence, reading.text, reading.segment, reading.segment.num_rows, place, ())
-
-
-@dataclass(frozen=True)
 class _Kept:
-    """The rows of a text that the latest draft has run through.
+    """The rows of a text that the latest draft has run through."""
 
-    Attributes:
-        start: Position of the last token that was committed when the draft began.
-        tokens: Of the text from there on, with those of the draft.
-        states: By position: the hidden states of its row, [1, hidden_size] by layer.
-    """
-
-    start: int
-    tokens: list[int]
-    states: dict[int, dict[int, Tensor]]
+    start: int  # position of the last token that was committed when the draft began
+    tokens: list[int]  # of the text from there on, with those of the draft
+    states: dict[int, dict[int, Tensor]]  # by position: the hidden states of its row, [1, hidden_size] by layer
 
 
 class StageObserver:
@@ -262,9 +191,6 @@ class StageObserver:
     The text of a drafter goes on with each token that the stage drafts. Where the target takes another one, the drafter is
     shown the last row again that still stands; without such a row it forgets the text. One with added layers is shown every
     row of the text, and those that its layers lack are computed again; the state of the text says what they hold.
-
-    Args:
-        drafter: Who is shown them.
     """
 
     def __init__(self, drafter: StageDrafter) -> None:
@@ -279,7 +205,7 @@ class StageObserver:
 
     @property
     def reads_all(self) -> bool:
-        """Whether every row of a text must be shown, since layers are kept beside those of the draft model."""
+        """True if every row of a text must be shown, since layers are kept beside those of the draft model."""
         return self._needs.added_layers is not None
 
     def needs(self, sequence: ProposerSequence) -> frozenset[int]:
@@ -302,59 +228,32 @@ class StageObserver:
             view = self._drafter.view(sequence, text.tokens()[: last + 2], KVView(text.state))
             self._show_again(view, last, kept.states[last])
 
-    def show(self, verified: Sequence[VerifiedRows], out: ForwardOutput) -> None:
-        """Show the rows of a pass."""
+    def show(self, texts: Sequence[OwnText], verified: Sequence[PassRows], out: ForwardOutput) -> None:
+        """Show the rows of a pass, with the tokens of each text that stand and the one behind them."""
         if not self._needs.aux_layers and not self._needs.target_top_k and not self.reads_all:
             return
-        shown = [self._observed(each, out) for each in verified]
-        for each, seen in zip(verified, shown, strict=True):
-            self._keep(each, seen)
+        shown = []
+        for text, rows in zip(texts, verified, strict=True):
+            view = self._drafter.view(rows.sequence, text.tokens(), KVView(text.state))
+            shown.append(replace(rows, sequence=view).shown(self._needs, out))
+            self._keep(rows.sequence, text, shown[-1])
         self._drafter.observe(shown)
 
     def finish(self, sequence: ProposerSequence) -> None:
         """The text has ended."""
         self._kept.pop(sequence.seq_id, None)
 
-    def _observed(self, each: VerifiedRows, out: ForwardOutput) -> ObservedRows:
-        segment, first = each.segment, out.row_spans[each.place][0]
-        parents = segment.parents or tuple(range(-1, len(segment.token_ids) - 1))
-        positions = list[int]()
-        for parent in parents:
-            positions.append(segment.start if parent < 0 else positions[parent] + 1)
-        guess = range(len(parents) - each.num_due)
-        return ObservedRows(
-            sequence=self._drafter.view(each.sequence, each.text.tokens(), KVView(each.text.state)),
-            token_ids=tuple(segment.token_ids),
-            positions=tuple(positions),
-            parents=parents,
-            statuses=(
-                *[RowStatus.TEXT] * each.num_due,
-                *(RowStatus.ACCEPTED if node in each.path else RowStatus.REJECTED for node in guess),
-            ),
-            aux_hidden_states={
-                layer: out.aux_hidden_states[layer][first : first + len(parents)] for layer in self._needs.aux_layers
-            },
-            target_top_k=self._top_k(each.place, out),
-        )
-
-    def _top_k(self, place: int, out: ForwardOutput) -> TopK | None:
-        if not self._needs.target_top_k:
-            return None
-        (begin, end), first_row = out.logits_spans[place], out.logits_first_rows[place]
-        values, tokens = out.logits[begin:end].topk(min(self._needs.target_top_k, out.logits.shape[-1]), -1)
-        return TopK(tuple(range(first_row, first_row + end - begin)), tokens, values)
-
-    def _keep(self, each: VerifiedRows, seen: ObservedRows) -> None:
+    def _keep(self, sequence: ProposerSequence, text: OwnText, seen: ObservedRows) -> None:
         """Rows that stand, with their states, until the next draft begins."""
         if not self._needs.aux_layers or self.reads_all:
             return
-        seq_id, start = each.sequence.seq_id, len(each.sequence.token_ids) - 1
+        seq_id, start = sequence.seq_id, len(sequence.token_ids) - 1
         states = self._kept[seq_id].states if seq_id in self._kept else {}
         for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED):
             if seen.positions[row] >= start:
                 index = torch.tensor([row])  # a copy: a view would keep all rows
                 states[seen.positions[row]] = {layer: rows[index] for layer, rows in seen.aux_hidden_states.items()}
-        self._kept[seq_id] = _Kept(start, each.text.tokens(start), states)
+        self._kept[seq_id] = _Kept(start, text.tokens(start), states)
 
     def _show_again(self, view: ProposerSequence, position: int, states: Mapping[int, Tensor]) -> None:
         token, status = view.token_ids[position], (RowStatus.TEXT,)

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from outrider.cache.state import KVView
-from outrider.draft import Draft
+from outrider.draft import EMPTY, Draft
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner
@@ -27,8 +27,9 @@ from outrider.propose.bridge import SameVocabulary
 from outrider.propose.compositions import Composition, check_depth, check_drafts, named
 from outrider.propose.draft_model import Drafting, DraftModel, DraftModelProposer, TextReading, Work
 from outrider.propose.draft_vocabulary import DraftVocabulary
+from outrider.propose.host import PassRows
 from outrider.propose.settings import ProposerContext, SpeculationConfig
-from outrider.propose.stage import Guess, StageDrafter, StageObserver, VerifiedRows
+from outrider.propose.stage import Guess, StageDrafter, StageObserver
 from outrider.verify.logits import target_probs
 from outrider.verify.verifier import CandidateKeys, DraftCandidate, Verdict, Verifier, rule_for
 
@@ -117,23 +118,15 @@ def _models_inside(config: SpeculationConfig, place: str) -> Iterator[tuple[str,
 
 @dataclass
 class _Round:
-    """One draft's part in a pass of the draft model.
+    """One draft's part in a pass of the draft model."""
 
-    Attributes:
-        work: Rows of the text that are due.
-        guess: What the drafter guesses behind them.
-        number: The text's round in this stage.
-        place: Of its segment in the pass.
-        rows: (first, end) of its logits in the pass: behind the text, then behind each node of the guess.
-        path: Nodes of the guess that stand.
-    """
-
-    work: Work
-    guess: Draft
-    number: int
-    place: int = 0
+    work: Work  # rows of the text that are due
+    guess: Draft  # what the drafter guesses behind them
+    number: int  # the text's round in this stage
+    place: int = 0  # of its segment
+    #: (first, end) of its logits in the pass: behind the text, then behind each node of the guess.
     rows: tuple[int, int] = (0, 0)
-    path: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()  # nodes of the guess that stand
 
     @property
     def drafting(self) -> Drafting:
@@ -152,23 +145,16 @@ class _Round:
         return replace(due, token_ids=tokens, parents=(*range(-1, last), *behind))
 
     @property
-    def verified(self) -> VerifiedRows:
+    def verified(self) -> PassRows:
         """Its rows after the verdict."""
-        d, num_due = self.drafting, self.work.segment.num_rows
-        return VerifiedRows(d.growth.request.sequence, d.text, self.segment, num_due, self.place, self.path)
+        due = self.work.segment
+        sequence = self.drafting.growth.request.sequence
+        return PassRows(sequence, due.start, due.num_rows, self.guess, self.path, self.place)
 
 
 class StagedProposer(DraftModelProposer):
     """Greedy, drawn or coupled chains from a draft model that verifies the guesses of a drafter, batched over sequences.
-
-    Args:
-        runner: The draft model with KV memory of its own.
-        stage: Its drafter.
-        vocab_size: Width of the target's logits.
-        max_num_batched_tokens: Rows a pass.
-        min_confidence: See `DraftModel`.
-        vocabulary: See `DraftModelProposer`.
-    """
+    Arguments are those of DraftModelProposer, and the drafter."""
 
     def __init__(
         self,
@@ -229,7 +215,11 @@ class StagedProposer(DraftModelProposer):
     def read(self, reading: Sequence[TextReading]) -> ForwardOutput:
         out = super().read(reading)
         if self._rows.reads_all:
-            self._rows.show([VerifiedRows.of_text(each, place) for place, each in enumerate(reading)], out)
+            rows = [
+                PassRows(each.sequence, each.segment.start, each.segment.num_rows, EMPTY, (), place)
+                for place, each in enumerate(reading)
+            ]
+            self._rows.show([each.text for each in reading], rows, out)
         return out
 
     # -- drafting ------------------------------------------------------------------------------------------------------
@@ -249,7 +239,7 @@ class StagedProposer(DraftModelProposer):
             verdicts = Verifier(noise.source).verify(candidates, processed)
             for each, verdict in zip(checked, verdicts, strict=True):
                 self._extend(each, verdict, processed[slice(*each.rows)])
-            self._rows.show([each.verified for each in rounds], out)
+            self._rows.show([each.drafting.text for each in rounds], [each.verified for each in rounds], out)
             growing = [each.drafting for each in checked if each.drafting.growth.level]
         return [d.growth.draft() for d in drafting]
 
@@ -270,7 +260,7 @@ class StagedProposer(DraftModelProposer):
         return rounds
 
     def _wish(self, d: Drafting, number: int, rows_left: int) -> Guess:
-        """What the drafter is asked for: one token less than what is still to be drafted, since the draft model's own pass
+        """The wish to the drafter: one token less than what is still to be drafted, since the draft model's own pass
         brings that one."""
         growth, config, text = d.growth, self.stage.config, d.text
         assert config.method is not None
@@ -311,13 +301,8 @@ class StagedProposer(DraftModelProposer):
         return DraftCandidate(each.guess, each.rows, sequence.sampling if growth.draws else _LIKELIEST, keys, rule)
 
     def _extend(self, each: _Round, verdict: Verdict, rows: Tensor) -> None:
-        """Add what stands of a guess, and the token behind it, to the draft; counts the pass.
-
-        Args:
-            each: The round.
-            verdict: The accepted draft nodes and the token drawn after them.
-            rows: [1 + num_nodes, vocab_size] processed logits behind the text, then behind each node of the guess.
-        """
+        """Add what stands of a guess, and the token behind it, to the draft; counts the pass. `rows` [1 + num_nodes,
+        vocab_size] are processed logits behind the text, then behind each node of the guess."""
         growth, text, guess = each.drafting.growth, each.drafting.text, each.guess
         each.path = tuple(verdict.path)
         stood = tuple(guess.token_ids[node] for node in verdict.path)

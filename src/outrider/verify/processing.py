@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from outrider.errors import OutriderError
+from outrider.errors import Contained, OutriderError
 from outrider.params import SamplingParams
 from outrider.structured.grammar import GrammarState
 from outrider.verify.logits import argmax
@@ -123,17 +124,14 @@ class Processing:
         tokens before it brings it anyway.
         """
         path: Path = ()
-        try:
+        with Contained(lambda error: None):
             while self._grammar is not None and len(path) < most:
                 token = self._grammar.only(path)
                 if token is None or token in self._ends:
                     break
                 path = (*path, token)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            return ()
-        return path
+            return path
+        return ()
 
     def _biased(self, logits: Tensor) -> Tensor:
         bias = self._sampling.logit_bias
@@ -177,13 +175,9 @@ class Processing:
             if row in faults or not self._may_come(path, reached):
                 reached[path] = None
                 continue
-            try:
+            reached[path] = None
+            with Contained(partial(faults.__setitem__, row)):
                 rows[row] = self._through_processors(committed, path, logits[row])[0]
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                faults[row], reached[path] = error, None
-            else:
                 reached[path] = rows[row].masked_fill(forbidden[row], float("-inf"))
         return torch.stack(rows)
 
@@ -228,13 +222,8 @@ class Processing:
             mask[row, self._completions(path)] = True
             if self._grammar is None or self._is_over(path):
                 continue
-            try:
+            with Contained(partial(faults.__setitem__, row)):
                 allowed = self._grammar.allowed(path, logits.shape[-1])
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
-                faults[row] = error
-            else:
                 mask[row] |= torch.zeros_like(mask[row]) if allowed is None else ~allowed
         return mask.to(logits.device)
 

@@ -28,13 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def calibrate(target: ModelRunner, drafts: Mapping[str, ModelRunner]) -> CostTable:
-    """The costs of passes of a target and of draft models: as kept, or measured now and kept.
+    """The costs of passes of a target and of draft models, by the name of their method: as kept, or measured now and kept.
 
     Where nothing is kept or measuring fails, a table is assumed, and steps correct it.
-
-    Args:
-        target: The target.
-        drafts: Draft models by the name of their method.
     """
     facts = {"machine": _machine(), "version": __version__, "target": _facts(target)}
     facts["drafts"] = {name: _facts(runner) for name, runner in sorted(drafts.items())}
@@ -63,7 +59,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _facts(runner: ModelRunner) -> dict[str, Any]:
-    """What the time of a pass depends on."""
+    """The facts on which the time of a pass depends."""
     loaded = runner.loaded
     return keeping.identity(runner) | {
         "dtype": str(loaded.dtype),
@@ -99,11 +95,7 @@ _FIRST, _EVERY = 16, 192
 
 
 class ExperienceFiles:
-    """What the methods of one governor showed in earlier processes, and what is kept of them for later ones.
-
-    Args:
-        paths: The file of each method.
-    """
+    """Files with what the methods of one governor showed in earlier processes, one for each method."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = paths
@@ -118,7 +110,7 @@ class ExperienceFiles:
         return ExperienceFiles({name: path for name, path in paths.items() if path is not None})
 
     def read(self) -> dict[str, Experience]:
-        """What methods showed, as far as a file says so that can be true."""
+        """The experience with methods, as far as a file holds some that can be true."""
         found = {name: keeping.read(path, _parsed) for name, path in self._paths.items()}
         return {name: experience for name, experience in found.items() if experience is not None}
 

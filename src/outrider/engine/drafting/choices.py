@@ -12,9 +12,9 @@ from time import thread_time
 
 from outrider.draft import Draft
 from outrider.engine.drafting.calibration import ExperienceFiles
+from outrider.engine.drafting.planning import RowShares
 from outrider.engine.drafting.proposers import ProposerSet
-from outrider.engine.scheduler import RowShares
-from outrider.engine.sequence import Sequence
+from outrider.engine.sequence import Drafter, Sequence
 from outrider.errors import InputError, ModelError
 from outrider.govern.acceptance import Experience
 from outrider.govern.costs import CostTable
@@ -51,25 +51,16 @@ Remember = Callable[[Mapping[str, SpeculationConfig], Mapping[str, Proposer]], E
 
 @dataclass(eq=False)
 class ChoiceSet:
-    """One set of methods, and who chooses among them.
+    """One set of methods, and who chooses among them."""
 
-    Attributes:
-        candidates: As requests leave the choice among them.
-        choices: The same by name.
-        members: The methods that draft by themselves, by name: choices, and what choices are made of.
-        governor: Who chooses.
-        experience: What the members showed in earlier processes.
-        lengths: The choices at each length.
-        num_faults: How often a governor of theirs has raised.
-    """
-
-    candidates: Candidates
-    choices: dict[str, SpeculationConfig]
+    candidates: Candidates  # as requests leave the choice among them
+    choices: dict[str, SpeculationConfig]  # the candidates by name
+    #: The methods that draft by themselves, by name: choices, and what choices are made of.
     members: dict[str, SpeculationConfig]
     governor: Governor
-    experience: ExperienceFiles
-    lengths: dict[tuple[str, int], SpeculationConfig] = field(default_factory=dict)
-    num_faults: int = 0
+    experience: ExperienceFiles  # what the members showed in earlier processes
+    lengths: dict[tuple[str, int], SpeculationConfig] = field(default_factory=dict)  # the choices at each length
+    num_faults: int = 0  # how often a governor of theirs has raised
 
     @cached_property
     def methods(self) -> dict[str, Method]:
@@ -83,7 +74,7 @@ class ChoiceSet:
 
     @property
     def is_off(self) -> bool:
-        """Whether its governor has raised too often to be asked again."""
+        """True if its governor has raised too often to be asked again."""
         return self.num_faults >= _MOST_FAULTS
 
     def config(self, decision: Decision) -> SpeculationConfig:
@@ -99,23 +90,12 @@ class ChoiceSet:
 
 
 class ChoiceSets:
-    """The sets that are alive.
-
-    Args:
-        proposers: Who may draft.
-        calibrate: Called once for each set.
-        remember: Called once for each set.
-        shares: How the members of compositions share rows.
-        max_rows: Rows that a pass may hold.
-
-    Attributes:
-        alive: The most recently used come last.
-    """
+    """The sets that are alive. A set is calibrated, and what is known of its methods read, when it begins."""
 
     def __init__(
         self, proposers: ProposerSet, calibrate: Calibrate, remember: Remember, shares: RowShares, max_rows: int
     ) -> None:
-        self.alive: list[ChoiceSet] = []
+        self.alive: list[ChoiceSet] = []  # the most recently used come last
         self._proposers = proposers
         self._calibrate = calibrate
         self._remember = remember
@@ -132,15 +112,8 @@ class ChoiceSets:
             found.experience = _NOTHING_KEPT
 
     def find(self, candidates: Candidates, in_use: Collection[ChoiceSet]) -> ChoiceSet:
-        """The set of these candidates, begun on first use.
-
-        Args:
-            candidates: As a request leaves the choice among them.
-            in_use: The sets of requests that are under way, which are kept.
-
-        Raises:
-            InputError, ModelError, ProposerError: A method cannot be used.
-        """
+        """The set of these candidates, begun on first use. Sets `in_use`, of requests that are under way, are kept. It
+        raises what ProposerSet.prepare does."""
         for place, found in enumerate(self.alive):
             if found.candidates == candidates:
                 self.alive.append(self.alive.pop(place))
@@ -176,14 +149,7 @@ class ChoiceSets:
         table: CostTable,
         known: Mapping[str, Experience] | None = None,
     ) -> Governor:
-        """A governor that has seen nothing yet.
-
-        Args:
-            choices: By name.
-            members: By name.
-            table: What passes cost.
-            known: What members showed in earlier processes.
-        """
+        """A governor that has seen nothing yet, but for what members showed in earlier processes."""
         experience = (known or {}).get
         candidates = [
             MethodCandidate(
@@ -210,7 +176,7 @@ class ChoiceSets:
 
 
 def _named(candidates: Candidates) -> tuple[dict[str, SpeculationConfig], dict[str, SpeculationConfig]]:
-    """What may be chosen, and the methods that draft for it; each with a name of its own."""
+    """The choices, and the methods that draft for them; each with a name of its own."""
     choices: dict[str, SpeculationConfig] = {}
     for config in candidates:
         if config.method is not None:
@@ -259,32 +225,18 @@ _SHADOWS = 1 << 19
 
 @dataclass
 class _Pending:
-    """A draft that an idle lookup would have made, until the text has come past it.
-
-    Attributes:
-        method: Whose.
-        draft: The draft.
-        length: Of the text up to which it was compared.
-        asked: Tokens that were asked for.
-        seconds: Measured time of the score.
-        node: Where the text is in it.
-        accepted: Tokens of it that stand.
-    """
+    """A draft that an idle lookup would have made, until the text has come past it."""
 
     method: str
     draft: Draft
-    length: int
-    asked: int
-    seconds: float = 0.0
-    node: int = -1
-    accepted: int = 0
+    length: int  # of the text, up to which it was compared
+    asked: int  # tokens that were asked for
+    seconds: float = 0.0  # measured time of the score
+    node: int = -1  # where the text is in it
+    accepted: int = 0  # tokens of it that stand
 
     def follow(self, token_ids: Seq[int]) -> bool:
-        """Go along the text; returns whether there may be more to come.
-
-        Args:
-            token_ids: The whole text.
-        """
+        """Go along the whole text; returns whether there may be more to come."""
         for token in token_ids[self.length :]:
             child = self.draft.child(self.node, token)
             if child is None:
@@ -311,7 +263,7 @@ class ShadowScores:
         self._pending, self._probs = {}, {}
 
     def awaits(self, seq: Sequence, method: str | None = None) -> bool:
-        """Whether there is a draft, by this method or by any, that the text has not come past."""
+        """True if there is a draft, by this method or by any, that the text has not come past."""
         found = self._pending.get(seq.seq_id, ())
         return any(each.method == method for each in found) if method else bool(found)
 
@@ -320,19 +272,19 @@ class ShadowScores:
         self._probs.setdefault(seq.seq_id, deque(maxlen=CATCH_UP_ROWS)).extend(probs)
 
     def break_off(self, seq: Sequence) -> None:
-        """What the target writes next does not follow on what was noted."""
+        """Forget the noted probabilities: the target's next token does not follow on theirs."""
         self._probs.pop(seq.seq_id, None)
 
     def ask(
-        self, seq: Sequence, governor: Governor, proposer: Proposer, index: int, shadow: Shadow, noise: NoiseSource
+        self, seq: Sequence, governor: Governor, drafter: Drafter, shadow: Shadow, noise: NoiseSource
     ) -> list[float] | None:
         """Ask a lookup for a draft, and remember it. Of a model: how often its draft tokens would have stood in the last
         tokens of the text (`Proposer.overlaps`)."""
         if not governor.candidates[shadow.method].lookup:
-            return proposer.overlaps(seq.view, list(self._probs.get(seq.seq_id, ())))
+            return drafter.proposer.overlaps(seq.view, list(self._probs.get(seq.seq_id, ())))
         asked = governor.candidates[shadow.method].longest
-        request = ProposeRequest(seq.view, asked, asked, drafter=_SHADOWS + index)
-        (draft,) = proposer.propose([request], DraftNoise(noise))
+        request = ProposeRequest(seq.view, asked, asked, drafter=_SHADOWS + drafter.index)
+        (draft,) = drafter.host.ask([drafter], [request], DraftNoise(noise))
         pending = _Pending(shadow.method, draft, len(seq.token_ids), asked)
         self._pending.setdefault(seq.seq_id, []).append(pending)
         return None
@@ -345,13 +297,8 @@ class ShadowScores:
         return bool(pending)
 
     def settle(self, seq: Sequence, governor: Governor, believed: Callable[[float], float]) -> None:
-        """Score the drafts that the text has come past.
-
-        Args:
-            seq: The text.
-            governor: Who is told.
-            believed: The seconds of a task as the governor is to believe them, from those that a clock measured.
-        """
+        """Score the drafts that the text has come past. `believed` are the seconds of a task as the governor is to believe
+        them, from those that a clock measured."""
         left = []
         for pending in self._pending.pop(seq.seq_id, ()):
             if pending.follow(seq.token_ids):

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from time import thread_time
 
 from outrider.draft import Law
+from outrider.engine.drafting.asking import Committed, DraftPart, StepDraft
 from outrider.engine.drafting.choices import Calibrate, Candidates, ChoiceSet, ChoiceSets, Remember, ShadowScores
-from outrider.engine.drafting.drafting import DraftPart, StepDraft
+from outrider.engine.drafting.planning import MOST_FORCED, RowShares, as_requested
 from outrider.engine.drafting.proposers import ProposerSet
-from outrider.engine.scheduler import MOST_FORCED, RowShares, ScheduledSequence, as_requested
-from outrider.engine.sequence import Sequence, Status
+from outrider.engine.scheduler import ScheduledSequence
+from outrider.engine.sequence import Drafter, Sequence, Status
 from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
 from outrider.govern.decision import Decision, MemberDraft, Running
 from outrider.govern.governor import HOLDS
 from outrider.govern.shadows import Shadow
-from outrider.propose.base import Proposer
 from outrider.propose.settings import Method, SpeculationConfig, same_method
 from outrider.verify.noise import NoiseSource
 from outrider.verify.verifier import Verdict
@@ -46,16 +46,8 @@ def measured(work: StepWork, times: StepTimes) -> StepTimes:
 class MethodChoice:
     """Lets governors decide for the requests that leave the choice to the engine.
 
-    Args:
-        proposers: Who may draft.
-        calibrate: Finds what passes cost, once, when the first such request comes; given the draft methods' proposers.
-        remember: Finds what methods showed in earlier processes; given their settings and proposers.
-        shares: How the members of compositions share rows.
-        invariant: Whether a row's bits do not depend on the other rows of its pass.
-        max_rows: Rows that a pass may hold.
-
-    Attributes:
-        decisions: The governor's decision for each sequence of the current step.
+    `invariant` says whether a row's bits do not depend on the other rows of its pass. Without it, a text that must not
+    depend on a clock is decoded plainly.
     """
 
     def __init__(
@@ -68,7 +60,7 @@ class MethodChoice:
         invariant: bool,
         max_rows: int,
     ) -> None:
-        self.decisions: dict[int, Decision] = {}
+        self.decisions: dict[int, Decision] = {}  # for each sequence of the current step
         self._proposers = proposers
         self._invariant = invariant
         self._clock: Clock = measured
@@ -80,11 +72,8 @@ class MethodChoice:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def admit(self, candidates: Candidates) -> None:
-        """Requests that leave this choice will come: their methods are built and costs are measured now, not in a step.
-
-        Raises:
-            InputError, ModelError, ProposerError: A method cannot be used.
-        """
+        """Build the methods of requests that will leave this choice, and measure costs, now and not in a step. It raises
+        what ProposerSet.prepare does."""
         self._find(candidates)
 
     def begin(self, seq: Sequence) -> None:
@@ -113,8 +102,8 @@ class MethodChoice:
 
     @contextmanager
     def _contained(self, choice_set: ChoiceSet) -> Iterator[None]:
-        """What a governor raises in this block costs the choice, and no request. What it has learnt may be at fault, and so
-        may the table of costs: another one begins with assumed costs, and knows its texts from the next step on."""
+        """A block in which a governor costs the choice, and no request, if it raises. What it has learnt may be at fault,
+        and so may the table of costs: another one begins with assumed costs, and knows its texts from the next step on."""
         try:
             yield
         except Exception:
@@ -146,14 +135,9 @@ class MethodChoice:
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
-    def decide(self, running: Seq[Sequence], depth: Callable[[Sequence], int]) -> None:
-        """Decide for the coming step, before it is scheduled.
-
-        Args:
-            running: All sequences that run.
-            depth: Longest draft that may be of use to one.
-        """
-        self._decoding = [seq for seq in running if seq.status is Status.RUNNING and seq.num_missing == 1 and seq.forked]
+    def decide(self, decoding: list[Sequence]) -> None:
+        """Decide for the coming step, with all sequences that decode in it."""
+        self._decoding = decoding
         if self._all_rest():
             return
         self.decisions.clear()
@@ -161,7 +145,9 @@ class MethodChoice:
             self.begin(seq)
         for found in self._sets.alive:
             begun = thread_time()
-            own = [self._running(seq, found, depth(seq)) for seq in self._decoding if self._of.get(seq.seq_id) is found]
+            own = [
+                self._running(seq, found, seq.useful_depth) for seq in self._decoding if self._of.get(seq.seq_id) is found
+            ]
             if own:
                 with self._contained(found):
                     self.decisions |= found.governor.decide(own)
@@ -171,7 +157,7 @@ class MethodChoice:
                 self.decisions.setdefault(seq.seq_id, _FAULT)
 
     def _all_rest(self) -> bool:
-        """Whether all that decode were decided for before, by one governor, and go on plainly as then."""
+        """True if all that decode were decided for before, by one governor, and go on plainly as then."""
         if len(self._sets.alive) != 1 or self.decisions.keys() != {seq.seq_id for seq in self._decoding}:
             return False
         (choice_set,) = self._sets.alive
@@ -191,12 +177,8 @@ class MethodChoice:
         return (self._of[seq.seq_id].config(decision),)
 
     def reason(self, seq: Sequence, *, drafted: bool) -> str:
-        """Why a sequence does what it does in this step; empty where its request asked for it.
-
-        Args:
-            seq: Which.
-            drafted: Whether there is a draft. A method that was asked may have had no guess.
-        """
+        """Why a sequence does what it does in this step; empty where its request asked for it. A method that was asked may
+        have had no guess, and then nothing was `drafted`."""
         if not seq.request.speculation.engine_chooses:
             return ""
         decision = self.decisions.get(seq.seq_id)
@@ -247,19 +229,19 @@ class MethodChoice:
                     found.append((by_id[shadow.request], method, shadow))
         return found
 
-    def shadow(self, seq: Sequence, proposer: Proposer, index: int, shadow: Shadow, noise: NoiseSource) -> None:
+    def shadow(self, seq: Sequence, drafter: Drafter, shadow: Shadow, noise: NoiseSource) -> None:
         """Ask an idle lookup for a draft that nobody will verify, and remember it until the text has come past it. A model
         reads what it has yet to read, and what it would have drafted there is compared with what was written."""
         choice_set = self._of.get(seq.seq_id)
         if choice_set is None:
             return  # its governor failed meanwhile
-        overlaps = self._scores.ask(seq, choice_set.governor, proposer, index, shadow, noise)
+        overlaps = self._scores.ask(seq, choice_set.governor, drafter, shadow, noise)
         if overlaps is not None:
             with self._contained(choice_set):
                 choice_set.governor.observe_overlaps(seq.seq_id, shadow.method, overlaps)
 
     def keeps_probs(self, seq: Sequence) -> bool:
-        """Whether to keep the target's probabilities for this text: an idle draft model is scored against them."""
+        """True if the target's probabilities are to be kept for this text: an idle draft model is scored against them."""
         choice_set, decision = self._of.get(seq.seq_id), self.decisions.get(seq.seq_id)
         return choice_set is not None and decision is not None and decision.method is None and bool(choice_set.models)
 
@@ -285,36 +267,29 @@ class MethodChoice:
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def observe(
-        self,
-        items: Seq[ScheduledSequence],
-        drafts: Seq[StepDraft],
-        verdicts: Mapping[int, Verdict],
-        accepted: Mapping[int, int],
-        times: StepTimes,
+        self, items: Seq[ScheduledSequence], drafts: Seq[StepDraft], committed: Seq[Committed], times: StepTimes
     ) -> None:
-        """What became of a step.
-
-        Args:
-            items: What was scheduled.
-            drafts: Of each.
-            verdicts: What stands, by place, where a token was due.
-            accepted: Draft tokens that entered the text, by place, where a token was due.
-            times: Seconds of its phases.
-        """
+        """Learn from a step that has ended, with the seconds of its phases."""
         if not self._of:
             return
-        for place, (item, step) in enumerate(zip(items, drafts, strict=True)):
-            decision = self.decisions.get(item.seq.seq_id)
-            if decision is not None and decision.method is None and not self._scores.awaits(item.seq):
-                continue  # at once: this is every text of a batch that rests
-            choice_set = self._of.get(item.seq.seq_id)
-            if choice_set is None or place not in accepted:
+        for rows in committed:
+            if rows.verdict is None:
                 continue
-            if not self.keeps_probs(item.seq):
-                self._scores.break_off(item.seq)
+            seq = rows.item.seq
+            keeps_probs = self.keeps_probs(seq)
+            if keeps_probs and rows.verdict.chances:
+                self.note(seq, rows.verdict.chances)
+            decision = self.decisions.get(seq.seq_id)
+            if decision is not None and decision.method is None and not self._scores.awaits(seq):
+                continue  # at once: this is every text of a batch that rests
+            choice_set = self._of.get(seq.seq_id)
+            if choice_set is None:
+                continue
+            if not keeps_probs:
+                self._scores.break_off(seq)
             with self._contained(choice_set):
-                self._observe_draft(choice_set, item, step, verdicts[place], accepted[place])
-                self._scores.settle(item.seq, choice_set.governor, self._believed)
+                self._observe_draft(choice_set, rows.item, rows.step, rows.verdict, len(rows.accepted))
+                self._scores.settle(seq, choice_set.governor, self._believed)
         if all(item.num_rows == 1 and item.seq.seq_id in self._of for item in items):
             work = self._work(items, drafts)
             believed = self._clock(work, times)
@@ -347,7 +322,7 @@ class MethodChoice:
         )
 
     def _work(self, items: Seq[ScheduledSequence], drafts: Seq[StepDraft]) -> StepWork:
-        """What a step did, by member. A member may have had rows that those before it left over."""
+        """The work of a step, by member. A member may have had rows that those before it left over."""
         found: dict[tuple[str, str], list[int]] = {}
         for item, step in zip(items, drafts, strict=True):
             decision, choice_set = self.decisions.get(item.seq.seq_id), self._of[item.seq.seq_id]
@@ -368,7 +343,7 @@ class MethodChoice:
 
 
 def _usable(seq: Sequence, method: Method) -> bool:
-    """Whether a method's proposer can be had, and has not failed too often for this sequence."""
+    """True if a method's proposer can be had, and has not failed too often for this sequence."""
     drafter = seq.drafter(method)
     if drafter is None:
         return not any(same_method(method, refused) for refused in seq.refused)
@@ -381,15 +356,8 @@ def _usable(seq: Sequence, method: Method) -> bool:
 def member_drafts(
     members: Seq[str], item: ScheduledSequence, step: StepDraft, verdict: Verdict, entered: int
 ) -> list[MemberDraft]:
-    """What became of each member's part.
-
-    Args:
-        members: Their names, in the order of their turns.
-        item: What was planned.
-        step: What they drafted.
-        verdict: The accepted draft nodes and the token drawn after them.
-        entered: Draft tokens that entered the text.
-    """
+    """The outcome of each member's part, by the names of the members in the order of their turns. So many draft tokens
+    `entered` the text."""
     parts = {part.turn: part for part in step.parts if part.drafter is not None}
     found = []
     for place, (name, turn) in enumerate(zip(members, item.turns, strict=True)):
@@ -428,7 +396,7 @@ def _behind(part: DraftPart, parent: int) -> int:
 
 
 def _is_contested(step: StepDraft, part: DraftPart, behind: int) -> bool:
-    """Whether a token that it drew behind a node was tested beside those that others drew there. Then it depends on which
+    """True if a token that it drew behind a node was tested beside those that others drew there. Then it depends on which
     was tested first whether it stood. Guesses that nobody drew are compared behind all tests."""
     draft = step.draft
     draws = [draw for draw, node in enumerate(draft.nodes) if draft.parents[node] == behind]

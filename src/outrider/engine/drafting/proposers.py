@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from outrider.engine.sequence import Drafter, ProposerBreaker, Sequence
+from outrider.engine.sequence import Drafter, ProposerBreaker, Sequence, SharedProposer
 from outrider.errors import InputError, ModelError, OutriderError
 from outrider.model.target import Target
 from outrider.propose.base import Proposer
@@ -23,53 +23,27 @@ from outrider.propose.trees.adaptive import BestFirstTree, Pace, SequoiaTree
 MAX_IDLE = 4
 
 
-@dataclass
-class _Alive:
-    """A proposer, how many sequences use it, what the trees of its drafts have learnt, by shape, and whether it goes when
-    nobody uses it any more."""
-
-    method: Method
-    proposer: Proposer
-    breaker: ProposerBreaker
-    num_users: int = 0
-    trees: dict[str, TreeBuilder] = field(default_factory=dict)
-    leaves: bool = False
-
-
 class ProposerSet:
-    """Hands out one proposer for every distinct method; those longest unused are let go, never one in use.
-
-    Args:
-        target: What proposers may use of the target.
-        max_num_batched_tokens: Rows a pass may hold.
-        load_runner: Loads another model.
-        kept: A method whose proposer is never let go.
-    """
+    """Hands out one proposer for every distinct method; those longest unused are let go, never one in use, nor that of the
+    `kept` method."""
 
     def __init__(
         self, target: Target, max_num_batched_tokens: int, load_runner: LoadRunner, kept: Method | None = None
     ) -> None:
         self._context = ProposerContext(target, max_num_batched_tokens, load_runner)
         self._kept = kept
-        self._alive: list[_Alive] = []  # least recently used first
+        self._alive: list[SharedProposer] = []  # least recently used first
         self._off: list[tuple[Method, ProposerBreaker]] = []  # outlives the proposer
 
     def get(self, method: Method) -> Proposer:
-        """The proposer with these settings.
-
-        Raises:
-            InputError: A setting is missing or does not fit the target.
-            ModelError: Its model cannot be loaded or speaks other tokens.
-            ProposerError: It cannot be built.
-        """
-        return self._find(method).proposer
+        """The proposer with these settings. It raises an InputError where a setting is missing or does not fit the target,
+        a ModelError where its model cannot be loaded or speaks other tokens, and a ProposerError where it cannot be
+        built."""
+        return self.find(method).proposer
 
     def prepare(self, config: SpeculationConfig) -> list[Proposer]:
-        """The proposers of settings: one, or those of all members of a composition.
-
-        Raises:
-            InputError, ModelError, ProposerError: One cannot be built; the error of a setting or a model names its place.
-        """
+        """The proposers of settings: one, or those of all members of a composition. It raises what `get` does; the error of
+        a setting or a model names its place."""
         found = []
         for place, part in placed_parts_of(config):
             if part.method is None:
@@ -83,30 +57,26 @@ class ProposerSet:
         return found
 
     def change(self, config: SpeculationConfig, kept: Method | None) -> None:
-        """Other settings are the usual ones from now on: proposers of others go as soon as no sequence uses them.
-
-        Args:
-            config: The settings, whose proposers are alive.
-            kept: The method of these whose proposer is never let go.
-        """
+        """Other settings, whose proposers are alive, are the usual ones from now on: proposers of others go as soon as no
+        sequence uses them, and that of the `kept` method never does."""
         self._kept = kept
         stay = [part.method for each in config.candidates for part in parts_of(each)]
         for found in self._alive:
             found.leaves = not any(same_method(found.method, method) for method in stay)
         self._let_go(self._alive)
 
-    def acquire(self, method: Method) -> Proposer:
-        """The same, in use until `release`."""
-        found = self._find(method)
+    def hold(self, method: Method) -> SharedProposer:
+        """The proposer with these settings and what is known of it, in use until `release`."""
+        found = self.find(method)
         found.num_users += 1
-        return found.proposer
+        return found
 
-    def breaker_of(self, proposer: Proposer) -> ProposerBreaker:
-        """How a proposer that is alive fares."""
-        return next(found.breaker for found in self._alive if found.proposer is proposer)
+    def acquire(self, method: Method) -> Proposer:
+        """The proposer with these settings, in use until `release`."""
+        return self.hold(method).proposer
 
     def is_off(self, method: Method) -> bool:
-        """Whether the proposer with these settings is switched off for now."""
+        """True if the proposer with these settings is switched off for now."""
         return any(breaker.steps_left and same_method(known, method) for known, breaker in self._off)
 
     def end_step(self) -> list[Method]:
@@ -139,10 +109,6 @@ class ProposerSet:
         assert found.num_users >= 0, "released more often than acquired"
         self._let_go(self._alive)
 
-    def trees_of(self, proposer: Proposer) -> dict[str, TreeBuilder]:
-        """The builders of trees that adapt to this proposer, by shape; they live as long as it does."""
-        return next(found.trees for found in self._alive if found.proposer is proposer)
-
     @property
     def num_users(self) -> dict[str, int]:
         """How many sequences use the proposers of each method, by its name."""
@@ -169,19 +135,20 @@ class ProposerSet:
     def __iter__(self) -> Iterator[Proposer]:
         return iter([found.proposer for found in self._alive])
 
-    def _find(self, method: Method) -> _Alive:
+    def find(self, method: Method) -> SharedProposer:
+        """The proposer with these settings and what is known of it, built on first use."""
         for place, found in enumerate(self._alive):
             if same_method(found.method, method):
                 self._alive.append(self._alive.pop(place))
                 found.leaves = False
                 return found
         breaker = next((breaker for known, breaker in self._off if same_method(known, method)), ProposerBreaker())
-        built = _Alive(method, self._context.build(method), breaker)
+        built = SharedProposer(self._context.build(method), self._context.vocab_size, method, breaker)
         self._alive.append(built)
         self._let_go(self._alive[:-1])  # the new one is about to be used
         return built
 
-    def _let_go(self, candidates: list[_Alive]) -> None:
+    def _let_go(self, candidates: list[SharedProposer]) -> None:
         idle = [found for found in candidates if not found.num_users and not same_method(found.method, self._kept)]
         staying = [found for found in idle if not found.leaves]
         over = staying[: max(0, len(staying) - MAX_IDLE)]
@@ -199,11 +166,7 @@ MAX_DRAFTERS = 8
 
 
 class Drafters:
-    """Brings sequences and proposers together.
-
-    Args:
-        proposers: Who may draft.
-    """
+    """Brings sequences and proposers together."""
 
     def __init__(self, proposers: ProposerSet) -> None:
         self._proposers = proposers
@@ -218,21 +181,22 @@ class Drafters:
         if found is not None or any(same_method(method, refused) for refused in seq.refused):
             return found
         try:
-            proposer = self._proposers.acquire(method)
+            host = self._proposers.hold(method)
         except OutriderError as error:
             logger.warning("method %s, request %d: %s", method.name, seq.request.request_id, error)
             seq.stats.num_proposer_faults += 1
             seq.refused.append(method)
             return None
-        breaker = self._proposers.breaker_of(proposer)
-        found = Drafter(seq.num_drafters, method, proposer, proposer.requires, breaker, last_round=seq.view.round)
+        requires, of = host.proposer.requires, (seq.request.request_id, seq.stats)
+        found = Drafter(seq.num_drafters, method, host, *of, requires, last_round=seq.view.round)
         seq.num_drafters += 1
         seq.drafters.append(found)
-        if found.requires is not None:
-            seq.reads_every_row |= found.requires.needs_uncached_prompt
-            if found.requires.added_layers is not None:
-                seq.added_layers |= {found.requires.added_layers.number}
-        self.tell(seq, found, "begin", seq.view)
+        if requires is not None:
+            seq.reads_every_row |= requires.needs_uncached_prompt
+            if requires.added_layers is not None:
+                seq.added_layers |= {requires.added_layers.number}
+        with found.blaming("begin"):
+            found.proposer.begin(seq.view)
         self._dismiss_unused(seq)
         return found
 
@@ -245,7 +209,11 @@ class Drafters:
     def part(self, seq: Sequence, drafter: Drafter) -> None:
         """A sequence goes on without one of its proposers."""
         seq.drafters.remove(drafter)
-        self.tell(seq, drafter, "finish", seq.view)
+        self._end(seq, drafter)
+
+    def _end(self, seq: Sequence, drafter: Drafter) -> None:
+        with drafter.blaming("finish"):
+            drafter.proposer.finish(seq.view)
         self._proposers.release(drafter.method)
 
     def switch_off(self, method: Method, sequences: Iterable[Sequence]) -> None:
@@ -256,68 +224,53 @@ class Drafters:
             if drafter is not None:
                 self.part(seq, drafter)
 
-    def tell(self, seq: Sequence, drafter: Drafter, verb: str, *args: object) -> None:
-        """Call a proposer's life-cycle method; what it raises is its own fault and no one else's."""
-        try:
-            getattr(drafter.proposer, verb)(*args)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            drafter.report_fault(seq.request.request_id, f"{verb} raised {error!r}")
-            seq.stats.num_proposer_faults += 1
-
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The proposers of a sequence go on with a copy of it too."""
         child.reads_every_row, child.refused = parent.reads_every_row, list(parent.refused)
         child.added_layers = parent.added_layers
         child.num_drafters = parent.num_drafters
         for drafter in parent.drafters:
-            self._proposers.acquire(drafter.method)
-            child.drafters.append(replace(drafter, num_faults=0))
-            self.tell(child, child.drafters[-1], "fork", parent.view, child.view)
+            self._proposers.hold(drafter.method)
+            copy = replace(drafter, request_id=child.request.request_id, stats=child.stats, num_faults=0)
+            child.drafters.append(copy)
+            with copy.blaming("fork"):
+                copy.proposer.fork(parent.view, child.view)
 
     def finish(self, seq: Sequence) -> None:
         """A sequence has ended."""
         for drafter in seq.drafters:
-            self.tell(seq, drafter, "finish", seq.view)
-            self._proposers.release(drafter.method)
+            self._end(seq, drafter)
 
 
 # --- Tree builders, one for each proposer and kind of tree, which learn from accepted rows.
 
 
 class TreeBuilders:
-    """Hands out the builders of trees.
-
-    Args:
-        proposers: Those whose drafts they shape.
-        measure: Measures what rows cost; called when the first tree that adapts is asked for.
-    """
+    """Hands out the builders of trees. What rows cost is measured when the first tree that adapts is asked for."""
 
     def __init__(self, proposers: ProposerSet, measure: Callable[[], Pace]) -> None:
         self._proposers = proposers
         self._measure = measure
         self._pace: Pace | None = None
 
-    def of(self, proposer: Proposer, shape: TreeShape) -> TreeBuilder:
-        """The builder of a shape for the drafts of a proposer."""
+    def of(self, host: SharedProposer, shape: TreeShape) -> TreeBuilder:
+        """The builder of a shape for the drafts of a proposer; one that adapts lives as long as the proposer does."""
         if not isinstance(shape, str):
             return StaticTree.of_widths(shape) if shape else CHAIN
-        known = self._proposers.trees_of(proposer)
-        if shape not in known:
-            known[shape] = (BestFirstTree if shape == "best_first" else SequoiaTree)(self.pace)
-        return known[shape]
+        if shape not in host.trees:
+            host.trees[shape] = (BestFirstTree if shape == "best_first" else SequoiaTree)(self.pace)
+        return host.trees[shape]
 
     @property
     def pace(self) -> Pace:
-        """What time is worth, measured when it is first asked for."""
+        """The worth of time, measured when it is first asked for."""
         if self._pace is None:
             self._pace = self._measure()
         return self._pace
 
     @property
     def measured(self) -> bool:
-        """Whether a tree that adapts was ever asked for."""
+        """True if a tree that adapts was ever asked for."""
         return self._pace is not None
 
     def prepare(self, shape: TreeShape) -> None:
@@ -351,16 +304,12 @@ PLACES = 200
 LEAST_SHARE = 0.03
 
 
-@dataclass
 class AcceptanceCheck:
-    """Counts by method, and warns of each one once.
+    """Counts by method, and warns of each one once."""
 
-    Attributes:
-        warned: The names of the methods that it has warned of.
-    """
-
-    warned: set[str] = field(default_factory=set)
-    _counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.warned: set[str] = set()  # names of methods
+        self._counts: dict[str, tuple[int, int]] = {}
 
     def observe(self, method: Method, num_places: int, num_stood: int) -> None:
         """A method proposed tokens at so many places of a text, and at so many of them one stands."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.draft import Draft, Law
-from outrider.engine.scheduler import Planner
+from outrider.engine.drafting.planning import Planner
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.lab.prove.forking import Distribution, ForkingNoise, Outcome, explore, total_variation
 from outrider.lab.prove.running import Finding
@@ -268,7 +268,7 @@ class EngineProof:
         speculation = kind(model=draft)
         self.llm = LLM(target, dtype="float64", device="cpu", speculation=speculation, block_size=2, max_num_seqs=_WIDTH)
         raise_engine_norms(self.llm)
-        self.llm.engine.builders.use_pace(_PACE)
+        self.llm.engine.drafting.builders.use_pace(_PACE)
         # A prompt that is not cached is computed in a pass without drafts. Every path must find the prompt cached, or the
         # first path would differ from the others.
         self.llm.generate(prompt, SamplingParams(max_tokens=1))
@@ -305,15 +305,12 @@ class EngineProof:
         learnt = self._learnt(asked, setting.namespace)
         self._cache_prompt(asked, setting.namespace)
         engine.use_noise(noise if setting.fails_behind is None else BreakingNoise(noise, setting.fails_behind))
-        engine.scheduler.planner = _planner(rounds, setting) if rounds else engine.method_choice.planner
+        engine.drafting.planner = _planner(rounds, setting) if rounds else engine.drafting.as_asked
 
         def run(count: int) -> Iterator[Outcome]:
             for proposer, state in learnt:
                 proposer.restore(state)
-            engine.proposers.forget_faults()
-            engine.builders.forget()
-            engine.scheduler.shares.forget()
-            engine.method_choice.script(_COSTS, ScriptedClock(), holds=1)
+            engine.drafting.script(_COSTS, ScriptedClock(), holds=1)
             predicted = setting.prediction or None
             how: dict[str, Any] = {"speculation": config, "prediction": predicted, "namespace": setting.namespace}
             for output in self.llm.generate([self.prompt] * count, params, **how):
@@ -334,7 +331,7 @@ class EngineProof:
         """The proposers that remember earlier texts, each with its state after it has seen some."""
         found: list[tuple[Proposer, object]] = []
         self.llm.engine.use_noise(KeyedNoise())
-        self.llm.engine.scheduler.planner = self.llm.engine.method_choice.planner
+        self.llm.engine.drafting.planner = self.llm.engine.drafting.as_asked
         for config in _members(configs):
             proposer = None if config.method is None else self.llm.engine.proposers.get(config.method)
             if proposer is None or proposer.snapshot() is None or any(proposer is known for known, _ in found):
