@@ -35,7 +35,7 @@ Speculation = SpeculationConfig | Method | Mapping[str, Any] | str
 
 
 class LLMSettings(TypedDict, total=False):
-    """Keywords of `LLM` and of `AsyncLLM`."""
+    """`LLM`, `AsyncLLM` and `patch` take these keywords."""
 
     tokenizer: Any
     """A tokenizer of transformers, a local folder or a hub id, in place of the one beside the model; code that it brings is
@@ -100,7 +100,7 @@ class LLMSettings(TypedDict, total=False):
 
 
 class TextOptions(TypedDict, total=False):
-    """Keywords of a call beside its prompts, its parameters and who drafts."""
+    """A call takes these keywords beside its prompts, its parameters and who drafts."""
 
     namespace: str | None
     """Name of whoever the prompt belongs to: caches are shared within a namespace and never beyond it, and namespaces take
@@ -120,7 +120,7 @@ class TextOptions(TypedDict, total=False):
 
 
 class CallOptions(TextOptions, total=False):
-    """Keywords of a call for one text beside its prompt and its parameters."""
+    """A call for one text takes these keywords, and those of `TextOptions`, beside its prompt and its parameters."""
 
     speculation: Speculation | None
     """Who drafts, in place of the LLM's own; "none" decodes plainly."""
@@ -197,7 +197,7 @@ def refuse_keywords(method: Callable[..., Any], given: Mapping[str, Any]) -> Non
 
 
 def _other_names(kind: type[Frozen]) -> dict[str, str]:
-    """The names that fields of a model have as keywords of other engines, and their names here."""
+    """Lists the names that fields of a model have as keywords of other engines, and their names here."""
     found = declared(kind, Elsewhere)
     return {name: ours for ours, names in found for name in (names.transformers, names.vllm) if name not in (None, ours)}
 
