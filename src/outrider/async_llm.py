@@ -13,14 +13,13 @@ from time import perf_counter
 from typing import Any, Self, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
-from outrider.config import unknown_setting
 from outrider.conversations import Conversation
 from outrider.engine.sequence import Request
 from outrider.engine.tenants import Tenant, Turns
 from outrider.engine.thread import Mailbox, RequestUpdate
 from outrider.errors import ClosedError
 from outrider.llm import LLM
-from outrider.options import CallOptions, LLMSettings, names_keywords
+from outrider.options import CallOptions, LLMSettings, names_keywords, refuse_keywords
 from outrider.params import RequestOutput, SamplingParams, StreamPiece
 from outrider.prompts import Prompt
 from outrider.structured.trials import Trials
@@ -65,6 +64,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.trials.close)
         await asyncio.to_thread(self.llm.close)
 
+    @names_keywords(CallOptions)
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> RequestOutput:
@@ -77,16 +77,19 @@ class AsyncLLM:
         """
         return await self._whole(AsyncStream(self, prompt, params, options))
 
+    @names_keywords(CallOptions)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> AsyncStream:
         """Complete one prompt piece by piece; arguments are those of `generate`. It begins when first read."""
         return AsyncStream(self, prompt, params, options, streaming=True)
 
+    @names_keywords(CallOptions)
     async def chat(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> RequestOutput:
         """Complete one conversation; errors are those of LLM.chat, and options those of `generate`."""
         return await self._whole(AsyncStream(self, None, params, options, messages=messages))
 
+    @names_keywords(CallOptions)
     def stream_chat(
         self, messages: Conversation, params: SamplingParams | None = None, **options: Unpack[CallOptions]
     ) -> AsyncStream:
@@ -136,9 +139,7 @@ class AsyncStream:
         messages: Conversation | None = None,
         streaming: bool = False,
     ) -> None:
-        for name, value in options.items():
-            if name not in CallOptions.__annotations__:
-                raise unknown_setting("AsyncLLM", name, value, CallOptions.__annotations__)
+        refuse_keywords(owner.generate, options)
         self._owner = owner
         self._namespace = options.get("namespace")
         self._prepare = partial(owner.llm.prepare, prompt, params, messages=messages, streaming=streaming, **options)

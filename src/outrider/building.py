@@ -373,7 +373,7 @@ def usual_draft_rounding(settings: ModelConfig) -> QuantizationName | None:
 
 
 class DraftSettings(TypedDict, total=False):
-    """How a draft model is loaded, where it is not as the target, or as all draft models."""
+    """A draft model is loaded so, where these are given, and otherwise as the target or as all draft models."""
 
     dtype: str | None
     quantization: str | None
@@ -448,7 +448,7 @@ class DraftLoader:
             return None
 
     def _settings_of(self, model: str, how: DraftSettings) -> ModelConfig:
-        """The settings of a draft model. Its bits may differ from batch to batch: drafts are guesses."""
+        """Makes the settings of a draft model. Its bits may differ from batch to batch: drafts are guesses."""
         target = self._target
         rounding: Any = how.get("quantization") or self._settings.draft_quantization
         dtype: Any = how.get("dtype") or str(target.dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ from outrider.errors import ContradictionError, InputError, InvalidParameterErro
 
 
 class Refusal(NamedTuple):
-    """What is said of a name that is known elsewhere."""
+    """A name is known elsewhere, and is not taken here."""
 
     reason: str  # why it is not taken
     remedy: str = "Leave it out."
@@ -84,7 +84,7 @@ WRITING = ("generate", "chat", "serve")
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of the command that sets the field. A field may have another one for other verbs."""
+    """The command has an option that sets the field. A field may have another one for other verbs."""
 
     help: str
     verbs: tuple[str, ...] = WRITING
@@ -94,7 +94,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Asked:
-    """A field of requests to the server that has the same name and meaning."""
+    """Requests to the server have a field of the same name and meaning."""
 
     kind: Any  # its type in JSON
     description: str | None = None  # in words of JSON, where the field's own are those of Python
@@ -102,7 +102,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The names of the field elsewhere."""
+    """The field has these names elsewhere."""
 
     transformers: str | None = None  # in generation_config.json, and as a keyword
     gguf: str | None = None  # behind general.sampling. in a file
@@ -111,14 +111,14 @@ class Elsewhere:
 
 
 def declared(kind: type[BaseModel], what: type[T]) -> Iterator[tuple[str, T]]:
-    """All declarations of one type that the fields of a model have, each with the name of its field."""
+    """Yields all declarations of one type that the fields of a model have, each with the name of its field."""
     return (
         (name, found) for name, field in kind.model_fields.items() for found in field.metadata if isinstance(found, what)
     )
 
 
 def part_of(kind: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that are fields of a model."""
+    """Keeps the values that are fields of a model."""
     return {name: given[name] for name in given if name in kind.model_fields}
 
 
@@ -277,7 +277,7 @@ class SchedulerConfig(Frozen):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What the keywords of a call come to; `options.TextOptions` says what they mean."""
+    """The keywords of a call come to this; `options.TextOptions` says what they mean."""
 
     namespace: str | None = None
     prediction: tuple[int, ...] = ()  # token ids

@@ -35,7 +35,7 @@ Speculation = SpeculationConfig | Method | Mapping[str, Any] | str
 
 
 class LLMSettings(TypedDict, total=False):
-    """Keywords of `LLM` and of `AsyncLLM`."""
+    """`LLM`, `AsyncLLM` and `patch` take these keywords."""
 
     tokenizer: Any
     """A tokenizer of transformers, a local folder or a hub id, in place of the one beside the model; code that it brings is
@@ -63,8 +63,8 @@ class LLMSettings(TypedDict, total=False):
     trust_remote_code: bool
     """Lets transformers run code that this checkpoint brings; a draft model's is not run."""
     attention_backend: AttentionName
-    """How attention is computed: "auto" probes; "fused" (our kernels) is fastest, "paged" (most models) fast, "gather"
-    portable."""
+    """How attention is computed: "auto", the usual one, probes; "fused" (our kernels) is fastest, "paged" (most models)
+    fast, "gather" portable."""
     quantization: QuantizationName | None
     """Rounds linear layers' weights at load: "int8" (a scale for each output), "int8-g128" (for each group of 128 inputs;
     also 64, 32), "int4" (the same as "int4-g128"; also "int4-g64", "int4-g32"), or with a zero point for each group
@@ -85,22 +85,22 @@ class LLMSettings(TypedDict, total=False):
     max_model_len: int | None
     """Longest sequence, prompt and output together; None takes the checkpoint's context."""
     max_num_seqs: int
-    """Sequences that run at a time."""
+    """Sequences that run at a time; 32 unless given."""
     max_num_batched_tokens: int
-    """Rows in one target pass: prefill chunks, last tokens and draft tokens together."""
+    """Rows in one target pass: prefill chunks, last tokens and draft tokens together; 1024 unless given."""
     block_size: int
-    """Tokens a KV block."""
+    """Tokens a KV block; 16 unless given."""
     kv_cache_tokens: int | None
     """KV capacity in tokens, rounded down to blocks; None sizes it from free memory."""
     prefix_caching: bool
-    """Lets prompts that begin alike share KV."""
+    """Lets prompts that begin alike share KV; True unless given."""
     state_cache_mib: int | None
     """Memory, in MiB, for running states that prompts which begin alike share; only models with such states use it. None
     takes a sixteenth of free memory."""
 
 
 class TextOptions(TypedDict, total=False):
-    """Keywords of a call beside its prompts, its parameters and who drafts."""
+    """A call takes these keywords beside its prompts, its parameters and who drafts."""
 
     namespace: str | None
     """Name of whoever the prompt belongs to: caches are shared within a namespace and never beyond it, and namespaces take
@@ -120,7 +120,7 @@ class TextOptions(TypedDict, total=False):
 
 
 class CallOptions(TextOptions, total=False):
-    """Keywords of a call for one text beside its prompt and its parameters."""
+    """A call for one text takes these keywords, and those of `TextOptions`, beside its prompt and its parameters."""
 
     speculation: Speculation | None
     """Who drafts, in place of the LLM's own; "none" decodes plainly."""
@@ -197,7 +197,7 @@ def refuse_keywords(method: Callable[..., Any], given: Mapping[str, Any]) -> Non
 
 
 def _other_names(kind: type[Frozen]) -> dict[str, str]:
-    """The names that fields of a model have as keywords of other engines, and their names here."""
+    """Lists the names that fields of a model have as keywords of other engines, and their names here."""
     found = declared(kind, Elsewhere)
     return {name: ours for ours, names in found for name in (names.transformers, names.vllm) if name not in (None, ours)}
 

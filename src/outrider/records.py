@@ -179,31 +179,25 @@ def _as_layers(value: Any) -> Any:
 
 
 class DataSettings(Frozen):
-    """How the target writes the data.
+    """How the target writes the data."""
 
-    Attributes:
-        max_tokens: Most tokens that it writes behind a prompt. With 0 it writes none, and the prompts are the data.
-        prompt_tokens: Tokens of the prompts that texts are cut into.
-        samples: Texts for each prompt.
-        temperature, top_k, top_p: As in serving: a draft should learn what it will be compared with.
-        seed: Of the texts.
-        held_out: Share of the prompts that is never trained on. It is chosen by the prompt's digest.
-        hidden_states: Layers whose hidden states are kept, by transformers' index: i is the input of layer i, the number of
-            layers what the final norm leaves.
-        target_top_k: How many of the target's most likely next tokens are kept with their logits; 0 keeps none.
-    """
-
+    #: Most tokens that it writes behind a prompt. With 0 it writes none, and the prompts are the data.
     max_tokens: int = Field(128, ge=0, description="Use 0 or more.")
-    prompt_tokens: int = Field(64, ge=1, description="Use 1 or more.")
-    samples: int = Field(1, ge=1, description="Use 1 or more.")
+    prompt_tokens: int = Field(64, ge=1, description="Use 1 or more.")  # tokens of the prompts that texts are cut into
+    samples: int = Field(1, ge=1, description="Use 1 or more.")  # texts for each prompt
+    #: As in serving: a draft should learn what it will be compared with.
     temperature: float = Field(1.0, ge=0.0, description="Use 0 (greedy) or more.")
     top_k: int = Field(0, ge=0, description="Use 0 (all) or more.")
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
-    seed: int = Field(0, ge=0, lt=2**32, description="Use 0 to 2**32 - 1.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Use 0 to 2**32 - 1.")  # of the texts
+    #: Share of the prompts that is never trained on. It is chosen by the prompt's digest.
     held_out: float = Field(0.05, gt=0.0, lt=1.0, description="Use a share between 0 and 1, such as 0.05.")
+    #: Layers whose hidden states are kept, by transformers' index: i is the input of layer i, the number of layers what
+    #: the final norm leaves.
     hidden_states: Annotated[tuple[int, ...], BeforeValidator(_as_layers)] = Field(
         (), description="Use layer numbers from 0 to the number of layers."
     )
+    #: How many of the target's most likely next tokens are kept with their logits; 0 keeps none.
     target_top_k: int = Field(0, ge=0, description="Use 0 or more.")
 
     @property

@@ -27,7 +27,7 @@ def test_they_are_used_where_no_params_are_given(tmp_path: Path, caplog: pytest.
     given = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 1.3, "max_new_tokens": 9}
     with caplog.at_level(logging.INFO, "outrider.building"):
         llm = LLM(with_defaults(tmp_path / "m", **given), kv_cache_tokens=512)
-    named = "temperature=0.1, top_k=1, repetition_penalty=1.3, max_tokens=9"
+    named = "max_tokens=9, temperature=0.1, top_k=1, repetition_penalty=1.3"
     (record,) = [r for r in caplog.records if "generation defaults" in r.message]
     assert record.levelno == logging.INFO
     assert record.message.endswith(f"without SamplingParams its own generation defaults are used: {named}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
+import re
+from inspect import Parameter, getsource, signature
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -34,6 +35,13 @@ def test_the_keywords_of_an_engine_are_the_fields_of_its_configurations() -> Non
         assert parts(hints[name]) - {torch.dtype, torch.device} == parts(field.annotation), name
 
 
+def test_the_reference_says_the_defaults_that_are_numbers() -> None:
+    texts = dict(re.findall(r'^    (\w+): [^\n]+\n    """(.*?)"""$', getsource(LLMSettings), re.DOTALL | re.MULTILINE))
+    numbers = {name: field.default for name, field in FIELDS.items() if type(field.default) is int}
+    assert {name: int(re.findall(r"(\d+) unless given", texts[name])[0]) for name in numbers} == numbers
+    assert texts.keys() == get_type_hints(LLMSettings).keys()
+
+
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 def test_signatures_name_every_keyword_with_its_default(kind: Any) -> None:
     found = signature(kind).parameters
@@ -43,10 +51,11 @@ def test_signatures_name_every_keyword_with_its_default(kind: Any) -> None:
     assert not any(each.kind is Parameter.VAR_KEYWORD for each in found.values())
 
 
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 @pytest.mark.parametrize("name", ["generate", "stream", "chat"])
-def test_calls_take_every_option(name: str) -> None:
+def test_calls_take_every_option(kind: Any, name: str) -> None:
     options = CallOptions.__annotations__.keys()
-    found = signature(getattr(LLM, name)).parameters
+    found = signature(getattr(kind, name)).parameters
     assert options <= found.keys()
     assert "options" not in found
     assert found["priority"].default == RequestOptions().priority

@@ -29,14 +29,14 @@ class Flags:
 
 
 def option(kind: type[Frozen], name: str) -> Any:
-    """The first option that sets a field, for a command that has no others of its model."""
+    """Makes the first option that sets a field, for a command that has no others of its model."""
     found = next(flag for field, flag in declared(kind, Flag) if field == name)
     return typer.Option(*found.names, help=found.help)
 
 
 def with_options(ahead: int | None = None, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command that has options in place of the parameters that stand for several: those marked with `Flags`, and those
-    whose type is a dataclass with fields that are annotated as options.
+    """Gives a command options in place of the parameters that stand for several: those marked with `Flags`, and those whose
+    type is a dataclass with fields that are annotated as options.
 
     Args:
         ahead: Options of each such parameter that come in its place, and the others behind all. None for all of them.
@@ -72,7 +72,7 @@ def with_options(ahead: int | None = None, **defaults: Any) -> Callable[[Callabl
 
 
 def _group(hint: Any, verb: str) -> tuple[list[Parameter], Callable[..., Any]] | None:
-    """The options that a parameter of this type stands for, and what makes its value of theirs; None for a single one."""
+    """Finds the options that a parameter stands for, and what makes its value of theirs; None for a single option."""
     if is_dataclass(hint):
         hints = get_type_hints(hint, include_extras=True)
         return [_parameter(each.name, hints[each.name], each.default) for each in fields(hint)], cast(Any, hint)
@@ -86,7 +86,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
 
 
 def _flags(kind: type[Frozen], verb: str) -> Iterator[Parameter]:
-    """The options with which a verb sets fields of a model, and of the models in them."""
+    """Yields the options with which a verb sets fields of a model, and of the models in them."""
     for name, field in kind.model_fields.items():
         for inner in get_args(field.annotation):
             if isinstance(inner, type) and issubclass(inner, Frozen):
@@ -107,11 +107,11 @@ def _option(name: str, annotation: Any, flag: Flag, default: Any) -> Parameter:
 
 
 def _kind(part: Any) -> Any:
-    """How a value is given: a name as a text, which the settings check, and a list one by one."""
+    """Tells how a value is given: a name as a text, which the settings check, and a list one by one."""
     kinds: dict[Any, Any] = {Literal: str, tuple: list[str], dict: str}
     return kinds.get(get_origin(part), part)
 
 
 def _values(**given: Any) -> dict[str, Any]:
-    """What was given, by the names of the fields."""
+    """Names what was given as the fields are named."""
     return {name.removeprefix(_NEGATED): not value if name.startswith(_NEGATED) else value for name, value in given.items()}

@@ -54,7 +54,7 @@ NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]
 
 @dataclass(frozen=True)
 class Drafting:
-    """The options that say who drafts."""
+    """These options say who drafts."""
 
     method: Method = None
     draft_model: DraftModel = None
@@ -62,13 +62,13 @@ class Drafting:
     rule: Annotated[str | None, typer.Option(help="auto, block, token, walk or coupled.")] = None
 
     def config(self) -> Any:
-        """The settings that they come to; see `speculation`."""
+        """Makes the settings that they come to; see `speculation`."""
         return speculation(**vars(self))
 
 
 @dataclass(frozen=True)
 class TreeDrafting(Drafting):
-    """The same, with trees."""
+    """These options say who drafts, where trees may be drafted."""
 
     tree: Annotated[
         str | None, typer.Option(help="Draft trees: children by depth, like 3,2,1, or best_first, or sequoia.")
@@ -196,7 +196,7 @@ def wide_pair(model: str | None, drafting: DraftingT, dtype: str) -> tuple[str, 
 
 
 def sampling(given: dict[str, Any]) -> SamplingParams:
-    """The parameters that the options of a command come to."""
+    """Makes the parameters that the options of a command come to."""
     inner = {name: given[name] for name in given.keys() & StructuredOutputs.model_fields.keys()}
     values = {name: value for name, value in given.items() if name not in inner and value not in (None, [])}
     structured = structure(**inner)

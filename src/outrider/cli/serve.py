@@ -38,7 +38,7 @@ _OF_CONNECTIONS = ("stalled_seconds", "header_seconds", "body_seconds", "max_con
 
 @dataclass(frozen=True)
 class Reached:
-    """The options that say where the server is reached, and by whom."""
+    """These options say where the server is reached, and by whom."""
 
     host: Annotated[str, typer.Option(help="Address to listen at; others than this machine reach 0.0.0.0.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0 takes a free one, and 65535 is the highest.")] = 8000
@@ -56,13 +56,13 @@ class Reached:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The options of https."""
+    """These options are for https."""
 
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for https.")] = None
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key.")] = None
 
     def options(self) -> dict[str, str]:
-        """As uvicorn takes them; the file of the certificate may hold its key, too. Raises InputError."""
+        """Names them as uvicorn does; the file of the certificate may hold its key, too. Raises InputError."""
         from outrider.server.run import check_tls
 
         check_tls(self.ssl_certfile, self.ssl_keyfile or self.ssl_certfile)
@@ -149,7 +149,7 @@ def _settings(reached: Reached, key_file: Path | None, **given: Any) -> tuple[Ap
 
 
 def _listen(reached: Reached, settings: ServerSettings, *, has_keys: bool, is_single: bool) -> Listener:
-    """A place where clients reach the server. From here on there are lines in the log."""
+    """Opens a place where clients reach the server. From here on there are lines in the log."""
     from outrider.server.connections import raise_file_limit, room_for_connections
     from outrider.server.errors import log, write_logs
     from outrider.server.run import listen

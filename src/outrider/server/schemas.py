@@ -397,7 +397,7 @@ _Request = TypeVar("_Request", bound=type[Shape])
 
 
 def _with_parameters(kind: _Request) -> _Request:
-    """The same object of a request, with the fields that are parameters."""
+    """Adds the fields that are parameters to an object of requests."""
     added: dict[str, Any] = {
         name: (asked.kind | None, Field(None, description=asked.description)) for name, asked in SAME.items()
     }

@@ -19,7 +19,7 @@ def _limit(help: str, default: Any = ...) -> Flag:
 
 
 class ServerSettings(Frozen):
-    """Names and limits. A limit whose option has no value from the start is one that `--replicas` does not know."""
+    """The server has these names and limits. `--replicas` knows no limit whose option has no value from the start."""
 
     model_name: str = Field(min_length=1, description="Use a name.")  # what clients call the model
     hosts: tuple[str, ...] | None = None  # what requests may name as Host; None for anything; see `access.allowed_hosts`

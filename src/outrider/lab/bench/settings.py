@@ -31,58 +31,46 @@ PrecisionName = DTypeName | QuantizationName | RoundedRowsName
 class BenchSettings(Frozen):
     """What to measure. Empty tuples and None leave the choice to the plan.
 
-    Attributes:
-        model: Folder or hub id of the target. None takes the embedded one.
-        draft_model: Its draft model. None takes the embedded one for the embedded target, and none for other targets.
-        wide: Whether the target is the wide copy of the embedded one.
-        dtypes: The precisions, measured one after another. Rounded weights are used with bfloat16, and with
-            "+a8" behind them rows are rounded to 8 bits, too; "auto+a8" is for files whose weights are quantised.
-        device: The device, as LLM takes it.
-        num_threads: The number of threads that compute. None leaves torch's.
-        workloads: Names of built-in workloads. "long" stands for all that have long prompts.
-        prompts: A file with prompts of the user, or with the questions of Spec-Bench, MT-bench or SPEED-Bench.
-        replay: "copy", or a JSONL file of recorded texts.
-        ways: The ways to decode, in the form NAME, NAME:LENGTH or NAME=FOLDER:LENGTH.
-        batches: The numbers of texts at a time, 1 to 64.
-        samplings: Greedy, or temperature 1.
-        num_prompts: The number of prompts of a workload. They are written in rounds of the batch.
-        max_tokens: The output tokens of every text.
-        contexts: The numbers of tokens behind which passes are timed.
-        chunks: The numbers of prompt rows whose passes are timed, at the beginning of a text and behind each context.
-        peers: Other engines by name, or "all".
-        full: Measure everything, and go on where an earlier run stopped.
-        quick: Measure one workload, sampled, one short text at a time, where nothing else is asked for.
-        out: The folder for results. None writes no results.
-        bench_client: The address of a server that speaks OpenAI's API, which is measured instead of an engine here.
-
     Raises:
         InvalidParameterError: A value is outside its range.
         ContradictionError: Two settings cannot hold together.
     """
 
+    #: Folder or hub id of the target. None takes the embedded one.
     model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
+    #: Its draft model. None takes the embedded one for the embedded target, and none for other targets.
     draft_model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
-    wide: bool = False
+    wide: bool = False  # whether the target is the wide copy of the embedded one
+    #: The precisions, measured one after another. Rounded weights are used with bfloat16, and with "+a8" behind them rows
+    #: are rounded to 8 bits, too; "auto+a8" is for files whose weights are quantised.
     dtypes: tuple[PrecisionName, ...] = Field(
         (),
         description="Use auto, float64, float32, bfloat16, float16, int8, int4, int4+a8, or another way to round.",
     )
-    device: str | None = None
+    device: str | None = None  # the device, as LLM takes it
+    #: The number of threads that compute. None leaves torch's.
     num_threads: int | None = Field(None, ge=1, description="Use 1 or more.")
-    workloads: tuple[str, ...] = ()
+    workloads: tuple[str, ...] = ()  # names of built-in workloads. "long" stands for all that have long prompts.
+    #: A file with prompts of the user, or with the questions of Spec-Bench, MT-bench or SPEED-Bench.
     prompts: Path | None = None
+    #: "copy", or a JSONL file of recorded texts.
     replay: str | None = Field(None, min_length=1, description="Use copy, or a JSONL file.")
-    ways: tuple[str, ...] = ()
-    batches: tuple[Batch, ...] = Field((), description="Use 1 to 64.")
-    samplings: tuple[SamplingName, ...] = Field((), description="Use greedy or T=1.")
+    ways: tuple[str, ...] = ()  # the ways to decode, in the form NAME, NAME:LENGTH or NAME=FOLDER:LENGTH
+    batches: tuple[Batch, ...] = Field((), description="Use 1 to 64.")  # the numbers of texts at a time, 1 to 64
+    samplings: tuple[SamplingName, ...] = Field((), description="Use greedy or T=1.")  # greedy, or temperature 1
+    #: The number of prompts of a workload. They are written in rounds of the batch.
     num_prompts: int | None = Field(None, ge=1, description="Use 1 or more.")
+    #: The output tokens of every text.
     max_tokens: int | None = Field(None, ge=2, description="Use 2 or more: the first token is not decoding.")
+    #: The numbers of tokens behind which passes are timed.
     contexts: tuple[Context, ...] = Field((), description="Use 1 to 131072 tokens.")
+    #: The numbers of prompt rows whose passes are timed, at the beginning of a text and behind each context.
     chunks: tuple[Chunk, ...] = Field((), description="Use 1 to 4096 rows.")
-    peers: tuple[str, ...] = ()
-    full: bool = False
-    quick: bool = False
-    out: Path | None = None
+    peers: tuple[str, ...] = ()  # other engines by name, or "all"
+    full: bool = False  # measure everything, and go on where an earlier run stopped
+    quick: bool = False  # measure one workload, sampled, one short text at a time, where nothing else is asked for
+    out: Path | None = None  # the folder for results. None writes no results.
+    #: The address of a server that speaks OpenAI's API, which is measured instead of an engine here.
     bench_client: str | None = Field(None, pattern=r"^https?://", description="Use an address like http://127.0.0.1:8000.")
 
     @model_validator(mode="after")
