@@ -228,8 +228,8 @@ class Auto(Method):
     Attributes:
         methods: What it may choose from, each with whole settings of its own, merged and chained methods too;
             num_draft_tokens is the longest draft that is considered. Empty takes `suffix`, the LLM's own draft model, and
-            `then` of both. Where it has none, layers of its checkpoint that predict several tokens (`mtp`) take its place, or
-            else it is `suffix` and `token_recycling`.
+            `then` of both. Where it has none, layers of its checkpoint that predict several tokens (`mtp`) take its place,
+            or else it is `suffix` and `token_recycling`.
     """
 
     name: ClassVar[str] = "auto"

@@ -36,6 +36,9 @@ from outrider.server.openapi import document
 from outrider.server.pages.pages import facts, page_routes
 from outrider.server.recorder import Recorder
 from outrider.server.requests import Job, field_names
+from outrider.server.response_answers import ResponseAnswer
+from outrider.server.responses import ResponsesRequest, told_back
+from outrider.server.responses import as_chat as as_chat_of_responses
 from outrider.server.schemas import ChatRequest, CommonRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.server.service import Service, close, described
 from outrider.server.streams import events, while_connected
@@ -68,6 +71,7 @@ def make_app(service: Service) -> Starlette:
     routes = [
         route(service, "/v1/completions", completions, "POST"),
         route(service, "/v1/chat/completions", chat_completions, "POST"),
+        route(service, "/v1/responses", responses, "POST"),
         route(service, "/v1/messages", messages, "POST"),
         route(service, "/v1/messages/count_tokens", count_tokens, "POST"),
         route(service, "/v1/models", models),
@@ -170,7 +174,8 @@ def _named(request_id: str, path: str) -> dict[str, str]:
 
 #: Routes of other APIs, whose they are, and what this server has for the same purpose.
 _ELSEWHERE = {
-    "/v1/responses": ("OpenAI's Responses API", "/v1/chat/completions"),
+    "/v1/responses": ("OpenAI's API for responses that are kept", "/v1/responses"),
+    "/v1/conversations": ("OpenAI's API for conversations that are kept", "/v1/responses"),
     "/v1/messages/batches": ("Anthropic's API for batches", "/v1/messages"),
     "/v1/complete": ("Anthropic's older API", "/v1/completions"),
     "/v1/embeddings": ("OpenAI's API for embeddings", None),
@@ -226,6 +231,21 @@ async def chat_completions(service: Service, call: Call) -> Response:
     asked = await service.read(ChatRequest.read, call)
     name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
     return await _write(service, call, asked, lambda job: ChatAnswer(job, name, tokenizer))
+
+
+async def responses(service: Service, call: Call) -> Response:
+    """/v1/responses"""
+    given: dict[str, Any] = {}
+
+    def read(body: bytes) -> ChatRequest:
+        asked = ResponsesRequest.read(body)
+        given.update(told_back(asked))
+        template = template_of(service.engine.llm.prompts.tokenizer, tools=bool(asked.tools))
+        return as_chat_of_responses(asked, template)
+
+    asked = await service.read(read, call)
+    name, tokenizer = service.settings.model_name, service.engine.llm.tokenizer
+    return await _write(service, call, asked, lambda job: ResponseAnswer(job, name, tokenizer, given))
 
 
 async def messages(service: Service, call: Call) -> Response:

@@ -10,12 +10,14 @@ from pydantic.json_schema import models_json_schema
 
 from outrider import __version__
 from outrider.server.messages import CountRequest, MessagesRequest
+from outrider.server.responses import ResponsesRequest
 from outrider.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.server.wire import is_of_messages
 
 _POSTED: dict[str, tuple[type[BaseModel], str]] = {
     "/v1/completions": (CompletionRequest, "Complete prompts."),
     "/v1/chat/completions": (ChatRequest, "Complete a conversation."),
+    "/v1/responses": (ResponsesRequest, "Complete a conversation, in the words of the Responses API."),
     "/v1/messages": (MessagesRequest, "Complete a conversation, in Anthropic's words."),
     "/v1/messages/count_tokens": (CountRequest, "The number of tokens of such a conversation."),
     "/tokenize": (TokenizeRequest, "The tokens of a prompt or a conversation."),

@@ -1,0 +1,328 @@
+"""Requests of OpenAI's Responses API, read and said again as requests for chats: the server knows no others inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from outrider.config import Refusal
+from outrider.conversations import reads, shown_names
+from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
+from outrider.server.schemas import IGNORED, SAME, ChatRequest, Shape, Turn
+
+# --- Shapes of requests.
+
+
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+#: Kinds of items, and what each has to have.
+_ITEMS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+_ITEM_REMEDY = "Use items of the types message, function_call, function_call_output and reasoning."
+_NOTHING_KEPT, _NO_OTHERS = "this server keeps no conversations", "this server has no tools of its own, and reads text only"
+#: Fields of chats that have no other name in this API, and so may stand in its requests too.
+_OF_CHATS = frozenset(
+    {
+        *(SAME.keys() - {"n", "max_tokens", "logprobs", "top_logprobs"}),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *("speculation", "prediction", "priority", "store", "chat_template_kwargs", "user", "safety_identifier"),
+    }
+)
+#: Fields that change no text, which clients send by habit.
+_HABITS = IGNORED | {"stream_options", "max_tool_calls", "client_metadata", "prompt_cache_options"}
+
+
+class Part(Turn):
+    """A piece of a message, of thoughts, or of what a tool has answered."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: object) -> object:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(given, dict) and isinstance(kind, str):
+            if kind not in (*_TEXTS, "refusal"):
+                remedy = "Use parts of the types input_text and output_text."
+                raise UnsupportedParameterError("type", kind, "this server reads text only", remedy)
+            name = "refusal" if kind == "refusal" else "text"
+            if given.get(name) is None:
+                raise InvalidParameterError(name, None, f"a part of the type {kind} has to have it", "Give it.")
+        return given
+
+
+class Item(Turn):
+    """A piece of the conversation: a message, a call of a tool, what it answered, or thoughts."""
+
+    type: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: object) -> object:
+        kind = given.get("type", "message") if isinstance(given, dict) else None
+        if isinstance(given, dict) and isinstance(kind, str):
+            if kind not in _ITEMS:
+                problem = (
+                    _NOTHING_KEPT
+                    if kind == "item_reference"
+                    else "this server has no tools of its own, and reads text only"
+                )
+                raise UnsupportedParameterError("type", kind, problem, _ITEM_REMEDY)
+            missing = next((name for name in _ITEMS[kind] if given.get(name) is None), None)
+            if missing is not None:
+                raise InvalidParameterError(missing, None, f"an item of the type {kind} has to have it", "Give it.")
+        return given
+
+
+class FunctionTool(Turn):
+    """A function that the model may call."""
+
+    type: str
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_client(cls, given: object) -> object:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            problem = "this server has no tools of its own, and knows none but functions of the client"
+            raise UnsupportedParameterError("type", kind, problem, "Use tools of the type function.")
+        return given
+
+
+class TextFormat(Turn):
+    """The form that the text must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextShape(Turn):
+    """The wishes for the text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningShape(Turn):
+    """The wishes for thoughts."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(Shape):
+    """The body of /v1/responses. Fields that are not known are passed over, since clients send many of them."""
+
+    model_config = Turn.model_config
+    refused: ClassVar[dict[str, Refusal]] = {
+        "previous_response_id": Refusal(_NOTHING_KEPT, "Give the whole conversation in input."),
+        "conversation": Refusal(_NOTHING_KEPT, "Give the whole conversation in input."),
+        "background": Refusal("whoever asks waits for the answer", neutral=(False,)),
+        "prompt": Refusal("this server keeps no prompts", "Use instructions and input."),
+        "max_tokens": Refusal("it is a field of chats", "Use max_output_tokens."),
+        "messages": Refusal("it is a field of chats", "Use input, or /v1/chat/completions."),
+        "response_format": Refusal("it is a field of chats", "Use text with a format."),
+        "reasoning_effort": Refusal("it is a field of chats", "Use reasoning with an effort."),
+    }
+
+    model: str | None = None
+    input: str | list[Item] = Field(description="Use a text, or a list of items.")
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    parallel_tool_calls: bool | None = None
+    tools: list[FunctionTool] | None = Field(
+        None, description='Use a list like [{"type": "function", "name": ..., "parameters": {...}}].'
+    )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description='Use "auto", "none", "required", or {"type": "function", "name": ...}.'
+    )
+    text: TextShape | None = None
+    reasoning: ReasoningShape | None = None
+    truncation: str | None = None
+
+
+# --- Says a request again as one for a chat.
+
+
+#: What parts of a request are called in chats, for errors.
+_NAMED = {
+    "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
+
+
+def as_chat(asked: ResponsesRequest, template: str) -> ChatRequest:
+    """The request for a chat that says the same.
+
+    Args:
+        asked: A request of the Responses API.
+        template: The chat template of the model, which tells what of thoughts can be asked for.
+
+    Raises:
+        InputError: It asks for what chats do not have.
+    """
+    extra, ignored = asked.model_extra or {}, set[str]()
+    fields: dict[str, Any] = {name: value for name, value in extra.items() if name in _OF_CHATS}
+    fields |= {name: getattr(asked, name) for name in ("model", "stream", "temperature", "top_p", "parallel_tool_calls")}
+    fields |= {"messages": _conversation(asked), "max_tokens": asked.max_output_tokens}
+    fields |= {"stream_options": {"include_usage": True} if asked.stream else None}
+    if asked.top_logprobs is not None or "message.output_text.logprobs" in (asked.include or ()):
+        fields |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+    fields |= _tools(asked) | _format(asked, ignored) | _thinking(asked, template, ignored)
+    ignored |= {name for name, value in extra.items() if value is not None and name not in _OF_CHATS | _HABITS}
+    if asked.truncation not in (None, "disabled"):
+        ignored.add("truncation")
+    return ChatRequest.said_again(fields, shown_names(ignored), _names(asked))
+
+
+def _names(asked: ResponsesRequest) -> dict[str, str]:
+    places = range(len(asked.tools or ()))
+    tools = {f"tools.{place}.function.{name}": f"tools.{place}.{name}" for place in places for name in _FUNCTION}
+    return {**_NAMED, **tools}
+
+
+_FUNCTION = ("name", "description", "parameters", "strict")
+
+
+def _conversation(asked: ResponsesRequest) -> list[dict[str, Any]]:
+    """The messages of the chat. What the model thought, said and called before somebody else speaks is one turn."""
+    found: list[dict[str, Any]] = []
+    if asked.instructions:
+        found.append({"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        return [*found, {"role": "user", "content": asked.input}]
+    called: dict[str, str] = {}  # the names of functions by the ids of calls
+    for item in asked.input:
+        _add(found, item, called)
+    if not asked.input or found[-1]["role"] == "assistant":
+        problem = "the conversation ends with the model's own turn" if asked.input else "there is no item"
+        raise InvalidPromptError(
+            "input", "...", problem, "Let it end with a message of the user, or with an output of a tool."
+        )
+    return found
+
+
+def _add(found: list[dict[str, Any]], item: Item, called: dict[str, str]) -> None:
+    """Add an item to the messages."""
+    if item.type == "function_call_output":
+        told = {"tool_call_id": item.call_id, "name": called.get(item.call_id or "")}
+        found.append({"role": "tool", "content": _text(item.output), **told})
+    elif item.type == "function_call":
+        called[str(item.call_id)] = str(item.name)
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        _own(found).setdefault("tool_calls", []).append(call)
+    elif item.type == "reasoning":
+        thoughts = _text(item.content) or _text(item.summary)
+        turn = _own(found) if thoughts else {}
+        turn["reasoning_content"] = "\n".join(filter(None, (turn.get("reasoning_content"), thoughts)))
+    elif item.role == "assistant":
+        turn = _own(found)
+        turn["content"] = (turn["content"] or "") + _text(item.content)
+    else:
+        found.append({"role": item.role, "content": _text(item.content)})
+
+
+def _own(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The model's turn, if the last one is its own, or else one behind it."""
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": None})
+    return found[-1]
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+def _tools(asked: ResponsesRequest) -> dict[str, Any]:
+    """The fields of a chat that are about tools."""
+    functions = [{name: getattr(tool, name) for name in _FUNCTION} for tool in asked.tools or ()]
+    found: dict[str, Any] = {"tools": [{"type": "function", "function": function} for function in functions] or None}
+    choice = asked.tool_choice
+    if isinstance(choice, dict):
+        if choice.get("type") != "function":
+            problem, remedy = "no such choice", 'Use "auto", "none", "required", or {"type": "function", "name": ...}.'
+            raise UnsupportedParameterError("tool_choice.type", choice.get("type"), problem, remedy)
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if choice in ("auto", "none") and not functions:
+        choice = None
+    if choice is not None and not functions:
+        raise ContradictionError("tool_choice", asked.tool_choice, "there are no tools", "Give tools, or leave it out.")
+    return {**found, "tool_choice": choice}
+
+
+def _format(asked: ResponsesRequest, ignored: set[str]) -> dict[str, Any]:
+    """The fields of a chat that say what the text must look like."""
+    if asked.text is None:
+        return {}
+    if asked.text.verbosity is not None:
+        ignored.add("text.verbosity")
+    given = asked.text.format
+    if given is None or given.type == "text":
+        return {}
+    if given.type == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    inner = {name: value for name, value in (given.model_extra or {}).items() if value is not None}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", **inner}}}
+
+
+def _thinking(asked: ResponsesRequest, template: str, ignored: set[str]) -> dict[str, Any]:
+    """The fields of a chat that say how much the model thinks, as far as its template can be told."""
+    wish = asked.reasoning
+    if wish is None:
+        return {}
+    ignored |= {f"reasoning.{name}" for name, value in (wish.model_extra or {}).items() if value is not None}
+    if wish.summary is not None:
+        ignored.add("reasoning.summary")
+    if wish.effort is None:
+        return {}
+    if reads(template, "reasoning_effort"):
+        return {"reasoning_effort": wish.effort}
+    variables = [name for name in ("enable_thinking", "thinking") if reads(template, name)]
+    given = (asked.model_extra or {}).get("chat_template_kwargs")
+    if not variables or (given is not None and not isinstance(given, dict)):
+        ignored.add("reasoning.effort")
+        return {}
+    return {"chat_template_kwargs": {**dict.fromkeys(variables, wish.effort not in ("none", "minimal")), **(given or {})}}
+
+
+def told_back(asked: ResponsesRequest) -> Iterator[tuple[str, Any]]:
+    """The fields of an answer that say again what was asked."""
+    extra = asked.model_extra or {}
+    given = None if asked.text is None or asked.text.format is None else asked.text.format.model_dump(exclude_none=True)
+    effort, summary = (None, None) if asked.reasoning is None else (asked.reasoning.effort, asked.reasoning.summary)
+    yield "instructions", asked.instructions
+    yield "max_output_tokens", asked.max_output_tokens
+    yield "metadata", extra.get("metadata") or {}
+    yield "parallel_tool_calls", asked.parallel_tool_calls is not False
+    yield "previous_response_id", None
+    yield "reasoning", {"effort": effort, "summary": summary}
+    yield "store", bool(extra.get("store"))
+    yield "text", {"format": given or {"type": "text"}}
+    yield "tool_choice", "auto" if asked.tool_choice is None else asked.tool_choice
+    yield "tools", [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+    yield "truncation", "disabled"
