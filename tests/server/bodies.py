@@ -30,9 +30,21 @@ MESSAGES: dict[str, Any] = {
     "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}, "stop_sequences": ["a"],
     "thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "a"}, "temperature": 0.5,
 }  # fmt: skip
+RESPONSES: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "y"},
+    ],
+    "instructions": "x", "max_output_tokens": 1, "stream": True, "temperature": 0.5, "top_logprobs": 1, "include": ["x"],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}], "tool_choice": "auto",
+    "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "metadata": {"a": "b"}, "truncation": "disabled",
+}  # fmt: skip
 VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", COMPLETION),
     ("/v1/chat/completions", CHAT),
+    ("/v1/responses", RESPONSES),
     ("/v1/messages", MESSAGES),
     ("/v1/messages/count_tokens", MESSAGES),
     ("/tokenize", {"prompt": "x", "add_special_tokens": True}),

@@ -173,7 +173,7 @@ def test_a_path_that_is_suggested_is_there(server: Server, path: str) -> None:
 
 
 def test_what_is_below_a_path_is_told(server: Server) -> None:
-    found = "/v1/completions, /v1/chat/completions, /v1/messages, /v1/messages/count_tokens, /v1/models"
+    found = "/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens, /v1/models"
     assert suggestion(server, "/v1/") == f". Below it there are {found}"
     assert suggestion(server, "/health/") == ". Did you mean /health?"
 

@@ -480,8 +480,8 @@ def test_routes_that_there_are_not(server: Server) -> None:
 @pytest.mark.parametrize(
     ("path", "whose", "instead"),
     [
-        ("/v1/responses", "OpenAI's Responses API", "it has /v1/chat/completions instead"),
-        ("/v1/responses/r_1", "OpenAI's Responses API", "it has /v1/chat/completions instead"),
+        ("/v1/responses/r_1", "OpenAI's API for responses that are kept", "it has /v1/responses instead"),
+        ("/v1/conversations", "OpenAI's API for conversations that are kept", "it has /v1/responses instead"),
         ("/v1/complete", "Anthropic's older API", "it has /v1/completions instead"),
         ("/v1/embeddings", "OpenAI's API for embeddings", "it writes texts, by /v1/completions and /v1/chat/completions"),
         ("/api/generate", "Ollama's API", "it has /v1/completions instead"),
