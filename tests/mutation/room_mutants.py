@@ -70,7 +70,7 @@ ROOM_MUTANTS = (
     _mutant(
         "rows of P-EAGLE see the first token of the text",
         "heads/block.py",
-        "kept[self.unseen(0) :].to(keys.dtype)",
+        "kept[unseen:].to(keys.dtype)",
         "kept[:].to(keys.dtype)",
     ),
     _mutant(

@@ -40,7 +40,7 @@ class BlockRunner(HeadRunner[BlockHeadNetwork | ParallelNetwork]):
     def keys_and_values(self, features: Tensor, positions: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """By layer, what is kept of tokens of a text that are read as features [n, width] alone."""
         where, rows = self._where(positions), features.to(self.dtype)
-        return [layer.keys_and_values(LayerInput(rows, rows), where) for layer in self.network.stack]
+        return [layer.keys_and_values(LayerInput(rows, rows), where) for layer in self._stacks[0]]
 
     @torch.inference_mode()
     def draft(self, blocks: Sequence[Block]) -> list[Tensor]:
@@ -67,6 +67,10 @@ class BlockRunner(HeadRunner[BlockHeadNetwork | ParallelNetwork]):
         return torch.cat(parts).to(self.dtype)
 
     @cached_property
+    def _reaches(self) -> Sequence[BlockReach]:
+        return self.network.reaches
+
+    @cached_property
     def _mask_feature(self) -> Tensor:
         assert isinstance(self.network, ParallelNetwork)
         return self.network.mask_feature(self.dtype).to(self._target.dtype)
@@ -74,10 +78,10 @@ class BlockRunner(HeadRunner[BlockHeadNetwork | ParallelNetwork]):
     def _look(self, sized: Sequence[tuple[Block, int]], layer: int, keys: Tensor, values: Tensor) -> list[SeenContext]:
         """Says what the rows of blocks see in a layer: the text but for tokens that no row sees, and rows of their
         block."""
-        found, first, reach = [], 0, self.network.reaches[layer]
+        found, first, reach, unseen = [], 0, self._reaches[layer], self.unseen(0)
         for block, count in sized:
             rows = slice(first, first + count)
-            held = [kept[self.unseen(0) :].to(keys.dtype) for kept in block.context(layer)]
+            held = [kept[unseen:].to(keys.dtype) for kept in block.context(layer)]
             own_keys, own_values = (torch.cat([old, new[rows]]) for old, new in zip(held, (keys, values), strict=True))
             found.append(SeenContext(rows, own_keys, own_values, _mask(reach, len(held[0]), keys[rows])))
             first = rows.stop
@@ -99,7 +103,10 @@ def _mask(reach: BlockReach, before: int, rows: Tensor) -> Tensor | None:
     len(rows)]; None for all."""
     if reach.window is None and (not reach.causal or len(rows) == 1):
         return None
-    slots = torch.arange(before + len(rows), device=rows.device)
-    ahead = slots[None] - slots[before:, None]
-    seen = ahead <= 0 if reach.causal else torch.ones_like(ahead, dtype=torch.bool)
-    return additive(seen if reach.window is None else seen & (ahead.abs() < reach.window), rows.dtype)
+    seen = torch.ones(len(rows), before + len(rows), dtype=torch.bool, device=rows.device)
+    seen = seen.tril(before) if reach.causal else seen
+    if reach.window is not None:
+        slots = torch.arange(before + len(rows), device=rows.device)
+        ahead = slots[None] - slots[before:, None]
+        seen &= ahead.abs() < reach.window
+    return additive(seen, rows.dtype)

@@ -61,6 +61,9 @@ class HeadRunner(Generic[NetworkT]):
         self.aux_layers, self.shape = aux_layers, shape
         self.network = network
         self.dtype = self._pack()
+        self._levels = list(network.levels)
+        self._stacks = [list(level.stack) for level in self._levels]
+        self.num_levels = len(self._levels)
 
     @classmethod
     def of(cls, head: PublishedHead, target: Target) -> Self:
@@ -77,18 +80,12 @@ class HeadRunner(Generic[NetworkT]):
         """Layers in the target's memory for what it keeps of texts."""
         return self._target.add_layers(self.shape, self.recompute, self.aux_layers)
 
-    @property
-    def num_levels(self) -> int:
-        """Levels of its network."""
-        return len(self.network.levels)
-
     def unseen(self, level: int) -> int:
         """How many tokens at the beginning of a text no later row sees in a level, since they have nothing to read."""
         return level + 1 if self.network.reads_tokens else 0
 
     # --- Parts of a pass.
 
-    @torch.inference_mode()
     def fuse(self, hidden: Mapping[int, Tensor]) -> Tensor:
         """Features [n, width] in the target's dtype, of its hidden states [n, target_hidden_size] by layer."""
         return self.network.fuse([hidden[layer].to(self.dtype) for layer in self.aux_layers]).to(self._target.dtype)
@@ -101,27 +98,24 @@ class HeadRunner(Generic[NetworkT]):
         rows: Tensor = own(torch.tensor(token_ids, device=self._target.device))
         return rows.to(self.dtype)
 
-    @torch.inference_mode()
     def logits(self, left: Tensor) -> Tensor:
         """Logits [n, draft_vocab_size] of what a level left, float32 at least."""
         return upcast_logits(self.network.logits(left, self._target.head))
 
-    @torch.inference_mode()
     def next_feature(self, left: Tensor) -> Tensor:
         """Features [n, width] that the next token reads, of what a level left."""
         return self.network.next_feature(left)
 
-    @torch.inference_mode()
     def run(self, level: int, token_ids: Sequence[int], features: Tensor, positions: Sequence[int], look: Look) -> Tensor:
         """Returns what a level leaves [n, width] of tokens at positions, which it reads beside features [n, width].
         `look` is given keys and values of the rows in `dtype`."""
-        given = self.network.levels[level].enter(self.embed(token_ids), features.to(self.dtype))
+        given = self._levels[level].enter(self.embed(token_ids), features.to(self.dtype))
         return self._through(level, given, self._where(positions), lambda _, *kept: look(*kept))
 
     def _through(self, level: int, given: Any, where: Any, look: Keep, *, whole: bool = True) -> Tensor:
         """Returns what a level leaves of rows [n, width]. Unless `whole`, its last layer only keeps them, and leaves
         nothing."""
-        stack, left = self.network.levels[level].stack, torch.empty(0)
+        stack, left = self._stacks[level], torch.empty(0)
         for number, layer in enumerate(stack, level):
             given = given if number == level else layer.enter(left)
             if whole or layer is not stack[-1]:
@@ -171,7 +165,7 @@ class HeadRunner(Generic[NetworkT]):
         returned."""
         features, embeddings = [self.fuse(hidden)], self.embed(tokens)
         where, width = self._where([place for span in spans for place in span]), features[0].shape[-1]
-        for level, part in enumerate(self.network.levels):
+        for level, part in enumerate(self._levels):
             first = before[:, level * width : (level + 1) * width]
             read = features_before(first, features[-1], spans)
             more = level < self.num_levels - 1

@@ -43,10 +43,10 @@ class ProposerBesideTarget(Proposer):
         like = texts[0].hidden[self.added.aux_layers[0]]
         before = [self._features_before(sequence, text, like) for sequence, text in read if size]
         features = self._head.read(self.added, texts, torch.stack(before) if before else like[:, :0])
-        parts = torch.split(features, [len(text.span) for text in texts])
+        parts = torch.split(features, [len(text.span) for text in texts]) if size else [None] * len(texts)
         for (sequence, text), own in zip(read, parts, strict=True):
             self.added.fill(text.kv, text.span.stop, own)
-            if size:
+            if own is not None:
                 self._features[sequence.seq_id] = LastFeatures.of(text, own, self._features.get(sequence.seq_id))
 
     def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, BlockReach
 from outrider.heads.features import Eagle3Network, FeatureHeadConfig
-from outrider.heads.formats.folder import FULL, SLIDING, Format, HeadTensor, read_layer, read_layers
+from outrider.heads.formats.folder import FULL, SLIDING, Format, HeadTensor, read_layer, read_layers, widths
 from outrider.loading.gguf.architecture import ARCHITECTURES, Architecture, read_shape
 from outrider.loading.gguf.arrangement import row_order
 from outrider.loading.gguf.header import AGAIN, GgufFile, read_gguf
@@ -59,19 +59,16 @@ def _vocab_size(values: Values) -> int:
     return values.count("vocab_size", len(tokens) if isinstance(tokens, list) and tokens else None)
 
 
-def _draft_vocab_size(values: Values, vocab_size: int) -> int:
-    """Width of the head's own logits."""
+def _read_fields(values: Values, layer: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """The layer of a head, the widths around it, and the target's layers whose inputs it reads, which stand under one of
+    these names: as `FeatureHeadConfig` has them."""
     drafted = values.file.tensors.get("d2t")
-    return vocab_size if drafted is None else drafted.shape[0]
-
-
-def _target_layers(values: Values, names: tuple[str, ...]) -> tuple[int, ...]:
-    """The target's layers whose inputs a head reads."""
     ids: Any = next((found for name in names if (found := values.get(name)) is not None), None)
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids) or ids != sorted(set(ids)):
         problem = f"its {values.architecture}.{names[0]} is {ids!r}, and no list of the target's layers from low to high"
         raise ModelLoadError(values.file.path, problem, AGAIN)
-    return tuple(ids)
+    wide = {"target_hidden_size": values.count("target_hidden_size", layer.hidden_size)}
+    return {"aux_layers": tuple(ids)} | widths(wide, layer, layer.vocab_size if drafted is None else drafted.shape[0])
 
 
 # --- The format of llama.cpp's EAGLE-3 heads: one GGUF file, with llama.cpp's names and an absolute d2t.
@@ -109,16 +106,8 @@ def _read_eagle3(path: str, _: object = None) -> FeatureHeadConfig:
     layer = read_layer(path, shape, "llama")
     if FREQUENCY_FACTORS in file.tensors:
         layer.rope_parameters = _scaled(file, layer)
-    normed = values.get("norm_before_residual")
-    return FeatureHeadConfig(
-        method="eagle3",
-        layer=layer,
-        target_hidden_size=values.count("target_hidden_size", layer.hidden_size),
-        vocab_size=layer.vocab_size,
-        draft_vocab_size=_draft_vocab_size(values, layer.vocab_size),
-        aux_layers=_target_layers(values, LAYERS),
-        norm_before_residual=bool(normed),
-    )
+    normed = bool(values.get("norm_before_residual"))
+    return FeatureHeadConfig(method="eagle3", **_read_fields(values, layer, LAYERS), norm_before_residual=normed)
 
 
 def _read_eagle3_tensors(path: str) -> dict[str, HeadTensor]:
@@ -196,11 +185,7 @@ def _read_dflash(path: str, _: object) -> BlockHeadConfig:
         raise ModelLoadError(path, f"its {_MASK} is {mask!r}, and no token of {layers.vocab_size}", AGAIN)
     return BlockHeadConfig(
         method="dflash",
-        layer=layers,
-        target_hidden_size=values.count("target_hidden_size", layers.hidden_size),
-        vocab_size=layers.vocab_size,
-        draft_vocab_size=_draft_vocab_size(values, layers.vocab_size),
-        aux_layers=_target_layers(values, ("target_layers",)),
+        **_read_fields(values, layers, LAYERS[:1]),
         block_size=size,
         mask_token_id=mask,
         reaches=reaches,
