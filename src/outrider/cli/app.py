@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from inspect import getdoc
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from outrider import __version__
 
@@ -39,14 +40,25 @@ class _Commands(Mapping[str, Any]):
         return len(_VERBS)
 
     def __getitem__(self, name: str) -> Any:
-        module, attribute = _VERBS[name]
-        found = getattr(import_module(module), attribute)
+        found = _found(name)
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
             found.command(name)(function)
         command = typer.main.get_command(found)
         command.name = name
         return command
+
+
+def _found(name: str) -> Any:
+    """The function or group of a verb."""
+    module, attribute = _VERBS[name]
+    return getattr(import_module(module), attribute)
+
+
+def _told(name: str) -> TyperCommand:
+    """A verb with what is said of it, and without its options."""
+    found = _found(name)
+    return TyperCommand(name, help=found.info.help if isinstance(found, typer.Typer) else getdoc(found))
 
 
 class _Verbs(TyperGroup):
@@ -58,6 +70,12 @@ class _Verbs(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_VERBS)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Tell of all verbs. Their options would take long to find out."""
+        verbs, self.commands = self.commands, {name: _told(name) for name in _VERBS}
+        super().format_help(ctx, formatter)
+        self.commands = verbs
 
 
 app = typer.Typer(

@@ -17,9 +17,7 @@ import typer
 from outrider.cli import options
 from outrider.cli.flags import with_options
 from outrider.cli.lines import QUOTES, Reader, reader
-from outrider.config import Flag, declared
 from outrider.errors import InputError, InvalidParameterError, OutriderError
-from outrider.params import SamplingParams
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -27,16 +25,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.llm import LLM
-    from outrider.params import CompletionOutput
+    from outrider.params import CompletionOutput, SamplingParams
 
-#: What `/set` changes beside the system message.
-_SETTINGS = tuple(name for name, flag in declared(SamplingParams, Flag) if "chat" in flag.verbs)
 _HELP = f"""\
 /help                  shows this
 /clear                 forgets the conversation
 /save FILE, /load FILE writes it as JSON, and goes on with one
 /set system TEXT       what the model is told first; without TEXT nothing
-/set temperature 0.7   and {", ".join(name for name in _SETTINGS if name != "temperature")}
+/set temperature 0.7   and {{}}
 /stats                 how fast it is, and how the drafts fare
 /bye or Ctrl-D         leaves; Ctrl-C stops an answer
 {QUOTES} begins and ends a message of several lines, Alt-Enter begins a new one, and pasted lines are one message"""
@@ -85,7 +81,7 @@ class Conversation:
         self.turns: list[dict[str, str]] = []
         self._last: tuple[CompletionOutput, float] | None = None
         self._commands: dict[str, Callable[[str], object]] = {
-            "help": lambda _: self._say(_HELP),
+            "help": lambda _: self._say(_HELP.format(", ".join(_settings()[1:]))),
             "clear": lambda _: self._clear(),
             "reset": lambda _: self._clear(),
             "save": self._save,
@@ -192,8 +188,8 @@ class Conversation:
             self.system = value or None
             self._say("the model is told this first" if value else "the model is told nothing first")
             return
-        if name not in _SETTINGS:
-            remedy = f"Use system, {', '.join(_SETTINGS)}."
+        if name not in _settings():
+            remedy = f"Use system, {', '.join(_settings())}."
             raise InvalidParameterError("set", name, "there is no such setting", remedy)
         try:
             number: Any = None if value in ("", "none") and name == "seed" else json.loads(value)
@@ -216,6 +212,15 @@ class Conversation:
 
     def _say(self, text: str, style: str = "dim") -> None:
         self._notes.print(text, style=style, markup=False)
+
+
+def _settings() -> list[str]:
+    """Names what `/set` changes beside the system message, the temperature first."""
+    from outrider.config import Flag, declared
+    from outrider.params import SamplingParams
+
+    found = [name for name, flag in declared(SamplingParams, Flag) if "chat" in flag.verbs]
+    return sorted(found, key=lambda name: name != "temperature")
 
 
 def _path(name: str, command: str) -> Path:

@@ -14,9 +14,7 @@ import typer
 
 from outrider.cli.flags import Flags
 from outrider.cli.startup import light_imports
-from outrider.config import CacheConfig, ModelConfig, SchedulerConfig, default_model
 from outrider.errors import ContradictionError, InvalidParameterError
-from outrider.params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
 
     from outrider.llm import LLM
     from outrider.loading.gguf.header import ShowReading
+    from outrider.params import SamplingParams
 
 # --- Options that several verbs share, and the objects they stand for.
 
@@ -76,8 +75,10 @@ class TreeDrafting(Drafting):
 
 
 DraftingT = TypeVar("DraftingT", bound=Drafting)
-Sampling = Annotated[dict[str, Any], Flags((SamplingParams,))]
-Loading = Annotated[dict[str, Any], Flags((ModelConfig, SchedulerConfig, CacheConfig))]
+Sampling = Annotated[dict[str, Any], Flags(("outrider.params:SamplingParams",), are_open=True)]
+Loading = Annotated[
+    dict[str, Any], Flags(tuple(f"outrider.config:{kind}Config" for kind in ("Model", "Scheduler", "Cache")))
+]
 
 
 # --- The objects that options stand for.
@@ -147,6 +148,8 @@ def _widths(tree: str) -> str | tuple[int, ...]:
 
 def structure(json_schema: str | None = None, regex: str | None = None, grammar: str | None = None) -> Any:
     """StructuredOutputs from the options that were given; None where none was."""
+    from outrider.params import StructuredOutputs
+
     given: dict[str, Any] = {
         "json_schema": None if json_schema is None else _json_schema(json_schema),
         "regex": regex,
@@ -188,6 +191,7 @@ def wide_pair(model: str | None, drafting: DraftingT, dtype: str) -> tuple[str, 
     """
     if model is not None:
         raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
+    from outrider.config import default_model
     from outrider.widen import wide_target
 
     drafts = drafting.draft_model is None and drafting.method in (None, "draft_model")
@@ -197,6 +201,8 @@ def wide_pair(model: str | None, drafting: DraftingT, dtype: str) -> tuple[str, 
 
 def sampling(given: dict[str, Any]) -> SamplingParams:
     """Makes the parameters that the options of a command come to."""
+    from outrider.params import SamplingParams, StructuredOutputs
+
     inner = {name: given[name] for name in given.keys() & StructuredOutputs.model_fields.keys()}
     values = {name: value for name, value in given.items() if name not in inner and value not in (None, [])}
     structured = structure(**inner)

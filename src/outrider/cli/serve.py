@@ -14,18 +14,18 @@ import typer
 
 from outrider.cli import options
 from outrider.cli.flags import Flags, with_options
-from outrider.config import ModelConfig, default_model, part_of
 from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
-from outrider.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from outrider.building import Profile
+    from outrider.config import ModelConfig
     from outrider.llm import LLM
     from outrider.loading.fit import Needs
     from outrider.server.connections import Listener
     from outrider.server.recorder import RecordFolder
     from outrider.server.replicas.machines import Machine, Share
     from outrider.server.service import Service
+    from outrider.server.settings import ServerSettings
     from outrider.server.tenants import ApiKeys
 
 # --- `outrider serve`: the model behind OpenAI's API.
@@ -101,7 +101,7 @@ def serve(
         typer.Option(help="Keep texts of the keys that have record_mib in this folder, as data for `outrider train`."),
     ] = None,
     loading: options.Loading,
-    limits: Annotated[dict[str, Any], Flags((ServerSettings,))],
+    limits: Annotated[dict[str, Any], Flags(("outrider.server.settings:ServerSettings",))],
     certificate: Certificate,
 ) -> None:
     """Serve a model to everything that speaks to OpenAI's API."""
@@ -141,6 +141,7 @@ def serve(
 
 def _settings(reached: Reached, key_file: Path | None, **given: Any) -> tuple[ApiKeys, ServerSettings]:
     from outrider.server.access import allowed_hosts, allowed_origins
+    from outrider.server.settings import ServerSettings
     from outrider.server.tenants import ApiKeys
 
     keys = ApiKeys.of(key_file)
@@ -319,6 +320,8 @@ def run_replicas(
 
 def _target(model: str | None, given: dict[str, Any]) -> ModelConfig:
     """How each replica loads the target."""
+    from outrider.config import ModelConfig, default_model, part_of
+
     return ModelConfig(model=model or default_model("target"), **part_of(ModelConfig, given))
 
 
@@ -346,6 +349,7 @@ def _say_if_ignored(profile: Profile, threads: str) -> None:
 
 def _draft_model(model: str | None, settings: Any) -> str | None:
     """The model that drafts; None where none does."""
+    from outrider.config import default_model
     from outrider.propose.defaults import SpeculationDefaults
 
     asked = {"method": "draft_model", **settings} if isinstance(settings, dict) else settings

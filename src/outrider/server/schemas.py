@@ -26,17 +26,10 @@ from outrider.server.errors import ApiError
 # --- Fields of other servers' requests that are refused, with the reason and the alternative.
 
 
+_OF_CHATS = "it is a field of chats"
 _HERE = "this server writes text only"
-_SEARCH = "it searches over whole texts instead of drawing from the model's probabilities"
-_AT_START = "the server's own is used, which it is started with"
-_TENANT = "each API key has a prefix cache of its own"
-_WHOLE = "prompts are taken whole"
-_ONE_SERVER = "there is one server"
-_ONE_LIBRARY = "there is one library for structures"
-_TRANSPORT = "pieces are sent as they are written"
+_SEARCH = SamplingParams.refused["best_of"].reason
 _OTHER_LAW = "it draws from other probabilities than those of the model and of the settings that are known here"
-_STRUCTURES = "Use structured_outputs with json, regex, choice, grammar or json_object."
-_HEADER = "Send the header x-request-id."
 
 
 #: Fields of OpenAI that change no text. Clients send them by habit, and they are passed over with a warning.
@@ -60,8 +53,10 @@ _REFUSED: dict[str, Refusal] = {
     "include_stop_str_in_output": Refusal(
         "a stop string is never part of the text", "Add it to the text where finish_reason is stop.", (False,)
     ),
-    "truncate_prompt_tokens": Refusal(_WHOLE, "Shorten the prompt; /tokenize counts its tokens."),
-    "truncation_side": Refusal(_WHOLE, "Shorten the prompt; /tokenize counts its tokens."),
+    **dict.fromkeys(
+        ("truncate_prompt_tokens", "truncation_side"),
+        Refusal("prompts are taken whole", "Shorten the prompt; /tokenize counts its tokens."),
+    ),
     "prompt_embeds": Refusal("a prompt is a text or token ids", "Use prompt."),
     "logits_processors": Refusal("a request cannot bring code", "Use logit_bias, bad_words or a structure.", ([],)),
     "logprobs_mode": Refusal(
@@ -70,22 +65,23 @@ _REFUSED: dict[str, Refusal] = {
     "logprob_token_ids": Refusal("the most likely tokens are told", "Use logprobs, or top_logprobs in a chat."),
     "return_tokens_as_token_ids": Refusal("tokens are told as text", "Use return_token_ids.", (False,)),
     "return_token_offsets": Refusal("offsets are not told", neutral=(False,)),
-    "cache_salt": Refusal(_TENANT),
-    "kv_transfer_params": Refusal(_ONE_SERVER),
-    "ec_transfer_params": Refusal(_ONE_SERVER),
+    "cache_salt": Refusal("each API key has a prefix cache of its own"),
+    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params"), Refusal("there is one server")),
     "routed_experts_prompt_start": Refusal("the experts of tokens are not told", neutral=(0,)),
-    "guided_decoding": Refusal("it is a class of vLLM's Python API", _STRUCTURES),
-    "guided_decoding_backend": Refusal(_ONE_LIBRARY),
+    "guided_decoding": Refusal(
+        "it is a class of vLLM's Python API", "Use structured_outputs with json, regex, choice, grammar or json_object."
+    ),
+    "guided_decoding_backend": Refusal("there is one library for structures"),
     "guided_whitespace_pattern": Refusal(
         "the schema says it", 'Put {"x-guidance": {"whitespace_pattern": ...}} into the schema.'
     ),
     "structural_tag": Refusal("structures hold for the whole text", "Use structured_outputs with a grammar."),
-    "request_id": Refusal("requests are named by a header", _HEADER),
+    "request_id": Refusal("requests are named by a header", "Send the header x-request-id."),
     "vllm_xargs": Refusal("it is for extensions of vLLM", neutral=({},)),
     "watermarking": Refusal(_OTHER_LAW, neutral=(False,)),
     "repetition_detection": Refusal("a text ends at a stop, at its length or at its end", "Use repetition_penalty."),
     "thinking_token_budget": Refusal("thoughts are text like all other", "Use max_tokens.", (-1,)),
-    "stream_interval": Refusal(_TRANSPORT, neutral=(1,)),
+    "stream_interval": Refusal("pieces are sent as they are written", neutral=(1,)),
     **{
         names.llama_cpp: Refusal("it is llama.cpp's name", f"Use {ours}.")
         for ours, names in declared(SamplingParams, Elsewhere)
@@ -103,12 +99,11 @@ IN_COMPLETIONS: dict[str, Refusal] = {
     **_REFUSED,
     "suffix": Refusal("the model writes on at the end only", neutral=("",)),
     "prompt_logprobs": Refusal("this server tells them as OpenAI does", "Use echo=true with logprobs."),
-    "max_completion_tokens": Refusal("it is a field of chats", "Use max_tokens."),
-    "messages": Refusal("it is a field of chats", "Use /v1/chat/completions."),
-    "top_logprobs": Refusal("it is a field of chats", "Use logprobs with a number."),
-    "tools": Refusal("it is a field of chats", "Use /v1/chat/completions."),
-    "tool_choice": Refusal("it is a field of chats", "Use /v1/chat/completions."),
-    "chat_template_kwargs": Refusal("it is a field of chats", "Use /v1/chat/completions."),
+    "max_completion_tokens": Refusal(_OF_CHATS, "Use max_tokens."),
+    "top_logprobs": Refusal(_OF_CHATS, "Use logprobs with a number."),
+    **dict.fromkeys(
+        ("messages", "tools", "tool_choice", "chat_template_kwargs"), Refusal(_OF_CHATS, "Use /v1/chat/completions.")
+    ),
 }
 IN_CHATS: dict[str, Refusal] = {
     **_REFUSED,
@@ -126,7 +121,9 @@ IN_CHATS: dict[str, Refusal] = {
     "continue_final_message": Refusal(
         "the model's turn always comes next", "Use /v1/completions with the text so far.", (False,)
     ),
-    "chat_template": Refusal(_AT_START, "Start the server with --chat-template FILE."),
+    "chat_template": Refusal(
+        "the server's own is used, which it is started with", "Start the server with --chat-template FILE."
+    ),
     "documents": Refusal("a chat has messages", "Put them into the messages."),
     "mm_processor_kwargs": Refusal(_HERE),
     "media_io_kwargs": Refusal(_HERE),

@@ -11,9 +11,7 @@ import typer
 
 from outrider.cli import options
 from outrider.cli.flags import option
-from outrider.config import ModelConfig
 from outrider.lab.cli.progress import shown_progress
-from outrider.params import SamplingParams
 
 if TYPE_CHECKING:
     from outrider.lab.bench.client import ClientSession
@@ -59,10 +57,10 @@ def bench(
     dtype: Annotated[
         Names, typer.Option(help="auto, bfloat16, float32, int8, int4+a8 (rows of 8 bits), ...; repeated.")
     ] = None,
-    device: Annotated[str | None, option(ModelConfig, "device")] = None,
+    device: Annotated[str | None, option("outrider.config:ModelConfig", "device")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Prompts of each workload.")] = None,
-    max_tokens: Annotated[int | None, option(SamplingParams, "max_tokens")] = None,
+    max_tokens: Annotated[int | None, option("outrider.params:SamplingParams", "max_tokens")] = None,
     peers: Annotated[Names, typer.Option(help="Other engines beside this one: all, or a name; repeated.")] = None,
     context: Annotated[
         list[int] | None,

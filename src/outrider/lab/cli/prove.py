@@ -11,7 +11,6 @@ import typer
 
 from outrider.cli import options
 from outrider.cli.flags import option
-from outrider.config import ModelConfig
 from outrider.errors import ContradictionError
 from outrider.lab.cli.progress import shown_progress
 
@@ -30,7 +29,7 @@ def prove(
         str | None,
         typer.Option(help="Prove one method alone: its name, module:Class of your own, or its settings as JSON."),
     ] = None,
-    activations: Annotated[str | None, option(ModelConfig, "activations")] = None,
+    activations: Annotated[str | None, option("outrider.config:ModelConfig", "activations")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases, in less than a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="A table for a document.")] = False,

@@ -15,7 +15,6 @@ import typer
 
 from outrider.cli import options
 from outrider.cli.flags import option, with_options
-from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -67,8 +66,8 @@ class Training:
     teacher: Annotated[
         str, typer.Option(help="forward runs the target; hidden_states or top_k take what the data hold.")
     ] = "forward"
-    dtype: Annotated[str, option(ModelConfig, "dtype")] = "auto"
-    activations: Annotated[str | None, option(ModelConfig, "activations")] = None
+    dtype: Annotated[str, option("outrider.config:ModelConfig", "dtype")] = "auto"
+    activations: Annotated[str | None, option("outrider.config:ModelConfig", "activations")] = None
     as_json: AsJson = False
 
     def job(self, num_draft_tokens: int) -> Job:
