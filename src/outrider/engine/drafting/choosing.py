@@ -136,7 +136,7 @@ class MethodChoice:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def decide(self, decoding: list[Sequence]) -> None:
-        """Decide for the coming step, with all sequences that decode in it."""
+        """Decide for the coming step, in which these sequences decode."""
         self._decoding = decoding
         if self._all_rest():
             return
@@ -190,9 +190,7 @@ class MethodChoice:
 
     def _running(self, seq: Sequence, found: ChoiceSet, depth: int) -> Running:
         why, params = "", seq.request.params
-        if not seq.num_output_tokens:
-            why = _FIRST
-        elif not self._invariant and (params.greedy or params.seed is not None):
+        if not self._invariant and (params.greedy or params.seed is not None):
             why = "plain, since rows depend on their pass here, and this text must not depend on a clock"
         usable = {name for name, method in found.methods.items() if _usable(seq, method)}
         methods = tuple(name for name, each in found.governor.candidates.items() if usable.issuperset(each.members))

@@ -107,16 +107,17 @@ class Drafting:
     def script(self, table: CostTable, clock: Clock, holds: int = HOLDS) -> None:
         """Forget all that was learnt, and take these costs and this clock instead of a calibration and the machine's. In
         the proofs both must come again on the same path."""
-        self.proposers.forget_faults()
-        self.builders.forget()
+        self.proposers.forget()
         self._shares.forget()
         self._choice.script(table, clock, holds)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def plan(self, plan: Schedule) -> None:
-        """Decide who drafts for whom, with how many of the rows that are left."""
-        self._choice.decide([item.seq for item in plan.items if item.num_rows == 1 and item.completes])
+        """Decide who drafts for whom, with how many of the rows that are left. The engine chooses for texts that have
+        begun: nothing is drafted before the first token, so that a draft model reads a prompt only when it is wanted."""
+        decoding = [item.seq for item in plan.items if item.num_rows == 1 and item.completes]
+        self._choice.decide([seq for seq in decoding if seq.num_output_tokens])
         plan_drafts(plan, self.planner, self._shares)
 
     def propose(self, plan: Schedule, noise: NoiseSource) -> list[StepDraft]:
