@@ -28,7 +28,7 @@ from outrider import LLM, SamplingParams, SpeculationConfig, StructuredOutputs
 from outrider.config import default_model
 from outrider.engine.drafting import planning
 from outrider.results import FORCED
-from outrider.server.tools import calls_grammar
+from outrider.server.tool_grammars import calls_grammar
 from outrider.widen import wide_target
 
 DRAFT = {"method": "draft_model", "num_draft_tokens": 3}

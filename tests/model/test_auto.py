@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, SpeculationConfig
-from outrider.engine.drafting import calibration, choices, choosing
+from outrider.engine.drafting import calibration, choices
 from outrider.engine.drafting.choosing import MethodChoice
 from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
@@ -248,7 +248,7 @@ def test_it_is_told_how_probable_every_token_was(
     params: dict[str, float], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[float] = []
-    monkeypatch.setattr(choosing.MethodChoice, "note", lambda self, seq, probs: told.extend(probs))
+    monkeypatch.setattr(choices.ShadowScores, "note", lambda self, seq, probs: told.extend(probs))
     with LLM(pair[0], dtype="float64", speculation=auto({"method": "draft_model", "model": pair[0]})) as llm:
         llm.engine.drafting.script(STEEP, steady)
         (output,) = llm.generate([COPY], SamplingParams(max_tokens=30, ignore_eos=True, **params), trace=True)

@@ -69,7 +69,7 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "what was drawn before a fault is dropped",
-        "propose/inspection.py",
+        "propose/host.py",
         "return sound_prefix(drawn, *limits)[0] if len(drawn) else sound.opaque(), problem or undrawn",
         "return sound, problem or undrawn",
         "what_was_drawn_is_tested",
@@ -359,7 +359,7 @@ BOUNDARY_MUTANTS = (
     ),
     _mutant(
         "scratch rows verified as draft tokens",
-        "propose/inspection.py",
+        "propose/host.py",
         '            return draft.with_scratch(row), f"scratch row {row}: {problem}"\n    return draft, None\n',
         '            return draft.with_scratch(row), f"scratch row {row}: {problem}"\n'
         "    laws = draft.laws + (Law.OPAQUE,) * len(scratch)\n"

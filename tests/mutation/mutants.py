@@ -558,7 +558,7 @@ MUTANTS = (
     Mutant(
         "sampled draft discarded for what it says",
         23,
-        "propose/inspection.py",
+        "propose/host.py",
         "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n",
         "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n"
         "    if 0 in draft.token_ids:\n        return EMPTY, None\n",
@@ -567,7 +567,7 @@ MUTANTS = (
     Mutant(
         "draft cut at a token the target will not take",
         23,
-        "propose/inspection.py",
+        "propose/host.py",
         "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n",
         "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n    if 0 in draft.token_ids:\n"
         "        return draft.first(draft.token_ids.index(0)), None\n",
@@ -576,7 +576,7 @@ MUTANTS = (
     Mutant(
         "draft length chosen after looking at the draft",
         24,
-        "propose/inspection.py",
+        "propose/host.py",
         "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n",
         "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n    if draft.draft_probs is not None:\n"
         "        best = max(range(len(draft) + 1), key=lambda n: sum(\n"

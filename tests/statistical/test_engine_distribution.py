@@ -20,7 +20,7 @@ from outrider.lab.prove.engine import BOUND, EngineProof
 from outrider.lab.prove.settings import SETTINGS
 from outrider.lab.prove.target_settings import CROSSED_SETTINGS, PARAMETER_SETTINGS, STRUCTURE_SETTINGS
 from outrider.lab.prove.tiny import CROSSED_PIECES, save_tiny_llama
-from outrider.propose import inspection
+from outrider.propose import host
 from outrider.propose.base import DraftNoise
 from outrider.propose.suffix import SuffixProposer
 from outrider.propose.trees import growth
@@ -210,12 +210,12 @@ def test_control_raw_draft_probabilities_reported_for_a_truncated_draw(proof, mo
 
 
 def test_control_draft_dropped_for_what_it_says(proof, monkeypatch):
-    real = inspection.sound_prefix
+    real = host.sound_prefix
 
     def choosy(draft, *limits):
-        return (inspection.EMPTY, None) if len(draft) and draft.token_ids[0] == 1 else real(draft, *limits)
+        return (host.EMPTY, None) if len(draft) and draft.token_ids[0] == 1 else real(draft, *limits)
 
-    monkeypatch.setattr(inspection, "sound_prefix", choosy)
+    monkeypatch.setattr(host, "sound_prefix", choosy)
     assert proof.prove(BY_NAME["token"], 3).measured > 1e-4
 
 

@@ -24,7 +24,7 @@ from outrider.engine.sequence import Drafter, SharedProposer
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.params import TokenOrigin
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
-from outrider.propose.inspection import sound_prefix
+from outrider.propose.host import sound_prefix
 from outrider.propose.tree import CHAIN, StaticTree
 from outrider.propose.trees.adaptive import FixedPace
 from outrider.verify.noise import KeyedNoise

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise, Drawn, ProposeRequest
-from outrider.propose.inspection import sound_prefix
+from outrider.propose.host import sound_prefix
 from outrider.propose.tree import CHAIN, StaticTree
 from outrider.propose.trees.growth import Growth, add_level
 from outrider.verify.noise import Key, KeyedNoise, Stream

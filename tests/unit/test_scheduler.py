@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
-from outrider.engine.drafting.planning import Planner, RowShares, as_requested, plan_drafts
+from outrider.engine.drafting.planning import Planner, RowShares, as_requested, plan_forced, plan_turns
 from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler, Turn
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.params import TokenOrigin
@@ -30,7 +30,7 @@ class MemoryScheduler(Scheduler):
 
     def schedule(self) -> Schedule:
         plan = super().schedule()
-        plan_drafts(plan, self.planner, RowShares())
+        plan_turns(plan, plan_forced(plan), self.planner, RowShares())
         return plan
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 from time import perf_counter
 
@@ -39,40 +39,32 @@ class Status(Enum):
     FINISHED = auto()
 
 
+@dataclass(eq=False, repr=False)
 class Request:
     """One prompt and its parameters; owns the sequences of its n samples."""
 
-    def __init__(
-        self,
-        request_id: int,
-        prompt: str | None,
-        prompt_token_ids: tuple[int, ...],
-        params: SamplingParams,
-        speculation: SpeculationConfig,
-        seed: int,
-        eos_token_ids: frozenset[int],
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        options: RequestOptions = NO_OPTIONS,
-        source_token_ids: tuple[int, ...] | None = None,
-    ) -> None:
-        self.request_id = request_id  # unique while the engine lives
-        self.prompt = prompt  # as given, or None for token ids
-        self.prompt_token_ids = prompt_token_ids  # what its texts begin with; never empty
-        self.params = params
-        self.speculation = speculation  # who drafts for it and how, unless a planner decides otherwise
-        self.seed = seed  # of its noise: the caller's, or one drawn from the operating system
-        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        self.bad_words = bad_words  # token sequences that may not be completed, strings resolved
-        self.options = options
-        #: The prompt, where the model has an encoder that reads it; None for a decoder alone, whose texts begin with it.
-        self.source_token_ids = source_token_ids
-        self.arrival: int | None = None  # its place among all requests that were queued
-        self.begun = perf_counter()
-        self.prompt_logprobs: list[PositionLogprobs | None] = [None]
-        self.sequences: list[Sequence] = []
-        self.error: OutriderError | None = None
-        #: Pieces not yet fetched; None where nobody streams.
-        self.outbox: list[StreamPiece] | None = [] if options.streaming else None
+    request_id: int  # unique while the engine lives
+    prompt: str | None  # as given, or None for token ids
+    prompt_token_ids: tuple[int, ...]  # what its texts begin with; never empty
+    params: SamplingParams
+    speculation: SpeculationConfig  # who drafts for it and how, unless a planner decides otherwise
+    seed: int  # of its noise: the caller's, or one drawn from the operating system
+    eos_token_ids: InitVar[frozenset[int]]  # that end a text of this model
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed, strings resolved
+    options: RequestOptions = NO_OPTIONS
+    #: The prompt, where the model has an encoder that reads it; None for a decoder alone, whose texts begin with it.
+    source_token_ids: tuple[int, ...] | None = None
+    arrival: int | None = None  # its place among all requests that were queued
+    begun: float = field(default_factory=perf_counter)
+    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=lambda: [None])
+    sequences: list[Sequence] = field(default_factory=list)
+    error: OutriderError | None = None
+    outbox: list[StreamPiece] | None = None  # pieces not yet fetched; None where nobody streams
+
+    def __post_init__(self, eos_token_ids: frozenset[int]) -> None:
+        ends = frozenset() if self.params.ignore_eos else eos_token_ids
+        self.stop_token_ids = frozenset(self.params.stop_token_ids) | ends
+        self.outbox = [] if self.options.streaming else None
 
     @property
     def given_token_ids(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from math import prod, sqrt
 
 #: Positions that are counted apart; deeper ones count as the last of these.
 POSITIONS = 12
-#: Drafts that the share of a position weighs as a prior for the next one.
+#: Drafts that the share of a position weighs as a prior for the next one. Shows in "later tokens stand less often".
 _BEFORE_WEIGHT = 8.0
 #: What a file may say at most: drafts of one position, and tokens that the text gained with one draft.
 _MOST_TRIED, _MOST_GAINED = 1e6, 1e4
@@ -125,23 +125,30 @@ class Counts:
 # --- The estimate for a request, from its own counts and from those of others.
 
 
-#: Drafts that are remembered: of one request, of one tenant, of all, and of one request where changes come and go.
+#: Drafts that are remembered: of one request, of one tenant, of all, and of one request where changes come and go. Shows in
+#: benchmarks.governor_rivals, the change.
 _OWN, _TENANT, _WHOLE, _STEADY = 120.0, 96.0, 192.0, 600.0
 #: Drafts for which it is remembered whether a method had anything to say, of one request: nothing is lost where it has not.
+#: Shows in "a lookup with little to say".
 _OFFERS = 240.0
-#: Drafts that a guess weighs as a prior, and that other texts weigh for a text where their drafts are many.
+#: Drafts that a guess weighs as a prior, and that other texts weigh for a text where their drafts are many. Shows in
+#: test_texts_that_end_and_begin_in_a_batch.
 _PRIOR_WEIGHT, _TEXTS_WEIGHT = 3.0, 12.0
-#: Standard deviations between outcomes and expectation beyond which the text is taken to have changed.
+#: Standard deviations between outcomes and expectation beyond which the text is taken to have changed. Shows in "changes at
+#: random".
 _SURPRISE = 3.5
-#: Outcomes that surprise looks back on, and the last drafts that are believed after one, instead of all before them.
+#: Outcomes that surprise looks back on, and the last drafts that are believed after one, instead of all before them. Shows
+#: in test_it_is_off_within_20_steps_of_a_method_going_bad.
 _SURPRISE_MEMORY, _BELIEVED = 10.0, 4
-#: Added to the variance, since few outcomes are not normally distributed.
+#: Added to the variance, since few outcomes are not normally distributed. Shows in "changes at random".
 _SLACK = 0.25
-#: Drafts that what earlier processes learnt weighs at most.
+#: Drafts that what earlier processes learnt weighs at most. Shows in
+#: test_what_holds_no_more_is_forgotten_within_three_seconds.
 KEPT = 12.0
 #: Tenants and methods that are remembered; those unused for longest are forgotten.
 _MOST_SCOPES = 1024
 #: A text of which so many changes were seen within so many drafts goes to and fro, and is taken for one for so many more.
+#: Shows in "to and fro, 60 tokens".
 _CHANGES, _CHANGE_WINDOW, _TO_AND_FRO = 4, 160, 640
 #: Nothing is so sure that it could not surprise.
 _LEAST, _MOST = 0.03, 0.97

@@ -12,29 +12,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import hypot, sqrt
 
-#: Observations of one number of rows that its correction looks back on.
+#: Observations of one number of rows that its correction looks back on. Shows in "noisy times".
 _NEAR_MEMORY = 48.0
-#: Observations of any number of rows that the general correction looks back on.
+#: Observations of any number of rows that the general correction looks back on. Shows in
+#: test_a_machine_that_becomes_slower_changes_nothing.
 _FAR_MEMORY = 48.0
-#: The general correction weighs as much as so many observations of a number of rows.
+#: The general correction weighs as much as so many observations of a number of rows. Shows in "a calibration with wrong
+#: stairs".
 _FAR_WEIGHT = 0.5
-#: What was observed elsewhere weighs as much as so many observations at most.
+#: What was observed elsewhere weighs as much as so many observations at most. Shows in
+#: test_one_text_gains_within_a_second_of_a_crowd.
 _DOUBTED = 2.0
-#: In so many steps an observation of one number of rows loses most of its weight.
+#: In so many steps an observation of one number of rows loses most of its weight. Shows in "rows become dear".
 _STALE_AFTER = 400.0
-#: One observation changes nothing by more than this factor, since a machine may pause for any reason.
+#: One observation changes nothing by more than this factor, since a machine may pause for any reason. Shows in "long
+#: pauses".
 _MOST = 3.0
 #: Bounds of a pass: its seconds on any machine, and a factor. A pass is no shorter than that of one row over the factor,
 #: and no longer than the passes of its rows one after another times the factor.
 _SHORTEST, _LONGEST, _ABSURD = 1e-7, 3600.0, 50.0
 #: An observation that differs by more than this share is odd; so many of them in a row are believed, instead of all before,
-#: where these were so many that the number of rows seemed to be known.
+#: where these were so many that the number of rows seemed to be known. Shows in "rows become dear".
 _ODD, _BELIEVED, _KNOWN = 0.2, 3, 3.0
 #: Times of equal passes differ: by this share before any was seen, and later by what is learnt from so many of them. An odd
-#: one differs by more than so many times this share.
+#: one differs by more than so many times this share. Shows in "noisy times".
 _SPREAD, _SPREAD_MEMORY, _ODD_SPREADS = 0.15, 32.0, 2.5
 #: The share by which a time is taken to be wrong at most, since a calibration errs by no more. Where equal passes differ by
-#: more than that, trials would else seem too dear for ever, and nothing would become certain.
+#: more than that, trials would else seem too dear for ever, and nothing would become certain. Shows in
+#: test_it_gains_where_other_work_disturbs_most_steps.
 _MOST_UNCERTAIN = 0.3
 
 

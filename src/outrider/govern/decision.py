@@ -15,7 +15,8 @@ from outrider.govern.costs import DraftWork, StepWork
 # --- Candidates that several members draft for together, and what is expected of them by what is known of each member.
 
 
-#: Share of the past that each further outcome leaves, and what is believed before any of them and how much it weighs.
+#: Share of the past that each further outcome leaves, and what is believed before any of them and how much it weighs. Shows
+#: in benchmarks.members, the choices.
 _KEPT, _PRIOR, _PRIOR_WEIGHT = 0.99, 0.5, 2.0
 
 #: Numbers of rows for which it is computed what is expected; between them it lies on a line. Planning takes time.

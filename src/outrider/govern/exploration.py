@@ -15,11 +15,12 @@ from outrider.govern.costs import CostModel, StepTimes, StepWork
 # any stretch of time the loss is at most what was saved up and a hundredth of the stretch.
 
 
-#: The share of the time that speculation may lose, and the seconds of it that are saved up.
+#: The share of the time that speculation may lose, and the seconds of it that are saved up. Shows in
+#: benchmarks.governor_rivals, the method that is wrong.
 SHARE, MOST_SAVED = 0.01, 0.24
-#: The share of a plain step that is saved up where this is more.
+#: The share of a plain step that is saved up where this is more. Shows in test_it_gains_where_there_is_something_to_gain.
 _OF_PLAIN = 2.4
-#: The share of what may be saved up that may be owed.
+#: The share of what may be saved up that may be owed. Shows in test_a_pause_of_the_machine_is_forgotten_within_seconds.
 _MOST_OWED = 1 / 3
 
 
@@ -120,9 +121,10 @@ class ExplorationBudget(SecondsBucket):
 
 
 #: Changes between drafting and not within so many steps that count as going to and fro, and for how long experience of
-#: longer standing decides then; twice as long each time it happens again.
+#: longer standing decides then; twice as long each time it happens again. Shows in test_it_does_not_oscillate.
 _FLIPS, _FLIP_WINDOW, _STEADY_STEPS = 4, 256, 512
-#: Contexts up to so many tokens a text are of one length; each further length reaches four times as far.
+#: Contexts up to so many tokens a text are of one length; each further length reaches four times as far. Shows in
+#: benchmarks.governor with long prompts.
 _SHORT = 1024
 #: Numbers of texts and lengths of which something is remembered; those unused for longest are forgotten.
 _MOST_STANDINGS = 64

@@ -2,6 +2,9 @@
 
 It sees no token and no probability of the step that it decides on. What it learns from are counts of earlier rounds and
 times; both come as arguments, so that a proof can script them and a simulator can make them up.
+
+Each tuned constant of this package names where another value should show first: a benchmark, a test of the governor in
+tests/unit, or a world of these tests, in quotes.
 """
 
 from __future__ import annotations
@@ -25,20 +28,24 @@ from outrider.govern.decision import (
 from outrider.govern.exploration import BatchKnowledgeTable, ExplorationBudget
 from outrider.govern.shadows import Places, Shadow, Shadows
 
-#: Steps for which a plan holds while the same requests decode and nothing seems to have changed.
+#: Steps for which a plan holds while the same requests decode and nothing seems to have changed. Shows in
+#: benchmarks.governor, where planning takes time.
 HOLDS = 4
 #: Planning takes longer where more texts decode, and each of them counts for less. With n times as many texts as this, a
-#: plan holds for n times as many steps, and idle methods are scored in every n-th step.
+#: plan holds for n times as many steps, and idle methods are scored in every n-th step. Shows in benchmarks.governor at
+#: batch 32.
 _TEXTS_A_STEP = 4
 #: By which factor drafting must be expected to beat plain decoding to begin and to go on, and another plan the present one.
+#: Shows in test_it_does_not_oscillate.
 _BEGINS, _GOES_ON, _BEATS_PLAN = 1.05, 1.02, 1.03
 #: After so many steps without one, a step decodes plainly so that its time is known; sooner where drafting is expected to
-#: be faster by less than this factor.
+#: be faster by less than this factor. Shows in test_plain_decoding_is_measured_from_time_to_time.
 _PLAIN_EVERY, _PLAIN_SOON, _CLOSE = 200, 24, 1.12
-#: The same where the time of a plain step is not known, or not better than by this share of what drafting is to gain.
+#: The same where the time of a plain step is not known, or not better than by this share of what drafting is to gain. Shows
+#: in "noisy times".
 _PLAIN_FIRST, _SURE = 3, 0.25
 #: Every so many drafts at most one is longer by a token, so that it is known what longer ones would bring, and the share of
-#: the time that this may take.
+#: the time that this may take. Shows in benchmarks.governor_rivals, the best fixed length.
 _LONGER_EVERY, _LONGER_SHARE = 12, 0.008
 
 

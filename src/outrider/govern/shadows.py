@@ -16,16 +16,21 @@ from outrider.govern.exploration import SHARE, ExplorationBudget
 
 
 #: Share of the time in which idle methods may show what they would be worth. Lookups and models have half of it each where
-#: there are both, so that lookups, of which each is cheap, leave something for models that have much to read. It is down
-#: to a quarter of this where many texts decode, since what is learnt from one helps all of them.
+#: there are both, so that lookups, of which each is cheap, leave something for models that have much to read. It is down to
+#: a quarter of this where many texts decode, since what is learnt from one helps all of them. Shows in
+#: test_scoring_idle_methods_costs_less_than_a_hundredth.
 _SHADOW_SHARE = 0.007
-#: Share of what may be saved up for all trials that the scoring of lookups leaves for drafts.
+#: Share of what may be saved up for all trials that the scoring of lookups leaves for drafts. Shows in
+#: test_a_model_that_went_bad_once_is_scored_again_beside_busy_lookups.
 _FOR_DRAFTS = 0.5
-#: By which factor one score may take longer than usual and be believed.
+#: By which factor one score may take longer than usual and be believed. Shows in
+#: test_pauses_of_the_machine_while_methods_are_scored_are_not_paid.
 _MOST_BELIEVED = 6.0
-#: Unspent time of that kind is kept up to so many steps' worth.
+#: Unspent time of that kind is kept up to so many steps' worth. Shows in
+#: test_scoring_idle_methods_costs_less_than_a_hundredth.
 _SAVED_STEPS = 16.0
-#: Tokens that should be new before a method with a model of its own reads them to be scored.
+#: Tokens that should be new before a method with a model of its own reads them to be scored. Shows in
+#: benchmarks.governor_rivals, the change.
 SHADOW_TOKENS = 12
 
 
@@ -153,13 +158,17 @@ def _least_for_its_wait(idle: Idle) -> tuple[float, int, str]:
 # does, the texts that are left are written in steps that cost hardly less, and the batch ends with the last of them.
 
 
-#: Ends of texts that are remembered, and as how many ends it weighs that places are taken to stay empty at first.
+#: Ends of texts that are remembered, and as how many ends it weighs that places are taken to stay empty at first. Shows in
+#: test_it_gains_also_where_nobody_takes_the_places_of_texts_that_end.
 _MEMORY, _PRIOR_WEIGHT = 32.0, 2.0
-#: A place that nobody has taken within so many steps is empty.
+#: A place that nobody has taken within so many steps is empty. Shows in
+#: test_it_keeps_its_promise_where_nobody_takes_the_places_of_texts_that_end.
 _WAITS = 16
 #: A text that would end sooner even if it drafted nothing, by more than this share of what it has to write, surely does.
+#: Shows in test_a_text_that_is_ahead_drafts_on_where_the_others_are_fast.
 _SURE_LEAD = 0.5
-#: The variance of the draft tokens of a text that stand in a step, over their mean.
+#: The variance of the draft tokens of a text that stand in a step, over their mean. Shows in
+#: test_it_gains_also_where_nobody_takes_the_places_of_texts_that_end.
 _VARIANCE = 0.3
 
 

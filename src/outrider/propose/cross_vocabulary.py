@@ -21,7 +21,7 @@ from outrider.model.runner import ModelRunner
 from outrider.model.vocabulary import ModelVocabulary
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.bridge import SharedTokens
-from outrider.propose.draft_model import Drafting, DraftModel, DraftModelProposer, Work
+from outrider.propose.draft_model import DraftModel, DraftModelProposer, PartialDraft, Work
 from outrider.propose.draft_vocabulary import DraftVocabulary
 from outrider.propose.settings import ProposerContext
 from outrider.propose.tree import CHAIN
@@ -149,7 +149,7 @@ def _in_own_tokens(request: ProposeRequest) -> ProposeRequest:
     return replace(request, budget=most, max_depth=most, builder=CHAIN)
 
 
-def _next_row(d: Drafting, token: int) -> Work:
+def _next_row(d: PartialDraft, token: int) -> Work:
     return Work(d, d.text.segment([token]), True)
 
 

@@ -214,7 +214,7 @@ class DraftModelProposer(Proposer):
     def check_rest(self) -> None:
         assert not self._states, f"the draft model still has memory for {len(self._states)} texts"
 
-    def begin_draft(self, request: ProposeRequest, requests: Sequence[ProposeRequest]) -> Drafting:
+    def begin_draft(self, request: ProposeRequest, requests: Sequence[ProposeRequest]) -> PartialDraft:
         """Roll back to what the committed tokens confirm and make room for the draft, shortened to what fits."""
         text = self._follow(request.sequence, request.path)
         depth = min(request.max_depth, text.room)
@@ -222,7 +222,7 @@ class DraftModelProposer(Proposer):
         budget = budget if min(depth, text.length) > 0 else 0
         while budget > 0 and not self._take(text.state, text.num_missing + budget - 1, requests):
             budget -= 1
-        return Drafting(text, Growth.of(request, budget, depth, self._min_confidence))
+        return PartialDraft(text, Growth.of(request, budget, depth, self._min_confidence))
 
     def needs(self, sequence: ProposerSequence) -> frozenset[int]:
         """Added layers that must hold all that is computed of a text; for a proposer that shows its rows to override."""
@@ -272,7 +272,7 @@ class DraftModelProposer(Proposer):
         self.runner.memory.make_copies([state])
         return reserved
 
-    def due(self, drafting: list[Drafting]) -> list[Work]:
+    def due(self, drafting: list[PartialDraft]) -> list[Work]:
         """Rows of tokens that the draft model has not seen; logits are wanted where they reach the end of the text.
 
         Those with little to catch up come first. Who has far to go shares few rows a step while others are ready to draft,
@@ -293,7 +293,7 @@ class DraftModelProposer(Proposer):
             work.append(Work(d, d.text.segment(missing, len(missing) - int(wanted)), wanted))
         return work
 
-    def run(self, work: list[Work]) -> tuple[list[Drafting], Tensor] | None:
+    def run(self, work: list[Work]) -> tuple[list[PartialDraft], Tensor] | None:
         """Compute rows; returns those that want logits, and these logits. Nothing is recorded as computed before the
         pass has succeeded."""
         if not work:
@@ -305,7 +305,7 @@ class DraftModelProposer(Proposer):
         ready = [w.drafting for w in work if w.wanted]
         return (ready, logits) if ready else None
 
-    def _may_run_ahead(self, work: list[Work], drafting: list[Drafting]) -> bool:
+    def _may_run_ahead(self, work: list[Work], drafting: list[PartialDraft]) -> bool:
         """Whether the host would wait for each token of drafts of which nothing else depends on the tokens."""
         plain = host_waits(self.runner.loaded.device) and self.runner.takes_unknown_tokens and self._vocabulary is None
         plain = plain and type(self._bridge) is SameVocabulary and self._min_confidence == 0.0
@@ -322,7 +322,7 @@ class DraftModelProposer(Proposer):
         """Compute all levels of chains, each from the tokens that the level before left on the device; the host learns them
         at the end, all at once."""
         growing, depth = [w.drafting for w in work], 0
-        levels: list[tuple[list[Drafting], Sequence[Tensor], Tensor]] = []
+        levels: list[tuple[list[PartialDraft], Sequence[Tensor], Tensor]] = []
         ready = self.run(work)
         assert ready is not None, "all of them want logits"
         logits = ready[1]
@@ -343,7 +343,7 @@ class DraftModelProposer(Proposer):
                 d.text.record([UNKNOWN])
         _settle(levels)
 
-    def _level_work(self, d: Drafting) -> Work:
+    def _level_work(self, d: PartialDraft) -> Work:
         """Rows of the deepest level. A chain's KV is kept as it grows; a tree is computed anew as a whole, since its rows
         see only their ancestors, and so few rows cost one pass either way."""
         growth = d.growth
@@ -363,10 +363,10 @@ def host_waits(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _settle(levels: list[tuple[list[Drafting], Sequence[Tensor], Tensor]]) -> None:
+def _settle(levels: list[tuple[list[PartialDraft], Sequence[Tensor], Tensor]]) -> None:
     """Tell drafts, and what the model keeps of their texts, the tokens of each level."""
     told = iter(torch.cat([tokens for _, _, tokens in levels]).tolist())
-    found: dict[int, tuple[Drafting, list[int], list[Tensor]]] = {}
+    found: dict[int, tuple[PartialDraft, list[int], list[Tensor]]] = {}
     for drafting, rows, _ in levels:
         for d, row in zip(drafting, rows, strict=True):
             _, tokens, laws = found.setdefault(id(d), (d, [], []))
@@ -449,7 +449,7 @@ class TextReading:
 
 
 @dataclass
-class Drafting:
+class PartialDraft:
     """One draft in the making, and the text that it follows.
 
     Attributes:
@@ -465,7 +465,7 @@ class Drafting:
 class Work:
     """Rows to compute for one draft, and whether their logits are needed to go on."""
 
-    drafting: Drafting
+    drafting: PartialDraft
     segment: Segment
     wanted: bool
 

@@ -8,13 +8,13 @@ faulty row, never by what the tokens say (see `sound_prefix`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.draft import Draft
+from outrider.draft import EMPTY, NO_SCRATCH, Draft, Law, ScratchRows
 from outrider.errors import Contained
 from outrider.model.runner import ForwardOutput
 from outrider.propose.base import (
@@ -28,7 +28,8 @@ from outrider.propose.base import (
     TopK,
     rows_at,
 )
-from outrider.propose.inspection import inspected
+
+# --- Asks a proposer: a fault costs speed and never a token.
 
 
 class HostedText(Protocol):
@@ -75,6 +76,9 @@ class ProposerHost:
                 text.report_fault(problem, useless=not sound.num_rows)
             drafts.append(sound if truthful else sound.opaque())
         return drafts
+
+
+# --- Shows a proposer the rows that a pass computed.
 
 
 @dataclass
@@ -129,3 +133,179 @@ class PassRows:
         index = torch.tensor([begin + row - first_row for _, row in found], dtype=torch.long, device=out.logits.device)
         values, tokens = out.logits[index].topk(min(needed.target_top_k, out.logits.shape[-1]), -1)
         return TopK(tuple(place for place, _ in found), tokens, values)
+
+
+# --- Inspects drafts: what of a proposer's answer is sound, row by row.
+#
+# Every proposer's draft is inspected by itself, before it is joined with those of others. So a bad proposer costs its own
+# draws and nobody else's. What was drawn for it is not left to its word (see `Drawn`).
+
+
+#: How far the probabilities of a draw may sum from 1 (float32 rounding over a large vocabulary).
+_MASS_TOLERANCE = 1e-3
+
+
+def inspected(request: ProposeRequest, answer: object, vocab_size: int) -> tuple[Draft, str | None]:
+    """The draft that is verified for a request, from what the proposer answered or raised, and what is wrong with the
+    answer; None where nothing is. All that was drawn stays in it with its probabilities, as far as the budget reaches."""
+    limits = request.budget, request.max_depth, vocab_size
+    found: list[tuple[Draft, str | None]] = [(EMPTY, repr(answer))] if isinstance(answer, BaseException) else []
+    with Contained(lambda error: found.append((EMPTY, repr(error)))):  # of an answer so malformed that looking at it raises
+        found = found or [sound_prefix(answer, *limits)]
+    ((sound, problem),) = found
+    if request.coupled:
+        return sound, problem  # guesses are compared with what the target draws, and decide nothing
+    undrawn = request.drawn.problem(sound, request.path)
+    if undrawn is None:
+        return sound, problem
+    drawn = request.drawn.draft(request.path)
+    return sound_prefix(drawn, *limits)[0] if len(drawn) else sound.opaque(), problem or undrawn
+
+
+def sound_prefix(draft: object, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:
+    """The rows before the first faulty one, and what is wrong with that one (None for a sound draft).
+
+    Cutting there is exact as long as a fault does not depend on what was drawn: nodes before it were drawn from the
+    probabilities they claim, whatever came later.
+    """
+    if not isinstance(draft, Draft):
+        return EMPTY, f"returned {type(draft).__name__} instead of a Draft"
+    malformed = _malformed(draft)
+    if malformed is not None:
+        return EMPTY, malformed
+    shape = draft.num_draws, vocab_size
+    fitting = isinstance(draft.draft_probs, Tensor) and draft.draft_probs.shape == shape
+    if Law.SAMPLED in draft.laws and not fitting:
+        return EMPTY, f"draft_probs is not {list(shape)}"
+    draft = _plain(draft, draft.draft_probs if fitting else None)
+    node, problem = _first_problem(draft, budget, max_depth, vocab_size)
+    sound = draft if problem is None else draft.first(node) if node else EMPTY
+    node, misdrawn = _misdrawn(sound)
+    if misdrawn is not None:
+        return _distinct(sound.first(node)), f"node {node}: {misdrawn}"
+    if problem is not None:
+        return _distinct(sound), problem
+    sound, problem = _sound_scratch(sound, budget, max_depth, vocab_size)
+    return _distinct(sound), problem
+
+
+def _malformed(draft: Draft) -> str | None:
+    """The reason why nobody can tell which draw is of which node."""
+    size = len(draft.token_ids)
+    if size != len(draft.parents) or not len(draft.laws) == len(draft.nodes) == len(draft.members):
+        return "token_ids and parents, or laws, nodes and members, differ in length"
+    if not all(map(_is_int, (*draft.nodes, *draft.members))) or set(draft.nodes) != set(range(size)):
+        return "token_ids, parents and laws differ in length, or a node was drawn by nobody"
+    return None
+
+
+def _first_problem(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> tuple[int, str | None]:
+    """The first faulty node, and what is wrong with it; None where all are sound."""
+    bad_draws = _unsound_draws(draft, vocab_size)
+    depths: list[int] = []
+    for node in range(len(draft)):
+        problem = _row_problem(draft.token_ids[node], draft.parents[node], node, vocab_size) or bad_draws.get(node)
+        if problem is None and node >= budget:
+            problem = f"more than {budget} nodes"
+        if problem is None:
+            depths.append(1 + (depths[draft.parents[node]] if draft.parents[node] >= 0 else 0))
+            problem = f"deeper than {max_depth}" if depths[-1] > max_depth else None
+        if problem is not None:
+            return node, f"node {node}: {problem}"
+    return len(draft), None
+
+
+def _distinct(draft: Draft) -> Draft:
+    """The draft with one node for siblings of equal token, which then has the draws of both."""
+    return EMPTY.joined(draft, -1)[0] if len(draft) else draft
+
+
+def _plain(draft: Draft, draft_probs: Tensor | None) -> Draft:
+    """The draft with tuples in the place of whatever sequences its proposer used, and probabilities only if they fit."""
+    scratch = draft.scratch
+    if isinstance(scratch, ScratchRows):
+        scratch = ScratchRows(tuple(scratch.token_ids), tuple(scratch.parents))
+    tokens, parents, laws = tuple(draft.token_ids), tuple(draft.parents), tuple(draft.laws)
+    confidences = tuple(draft.confidences) if len(draft.confidences) == len(laws) else ()
+    plain = replace(draft, token_ids=tokens, parents=parents, laws=laws, draft_probs=draft_probs, scratch=scratch)
+    return replace(plain, confidences=confidences, nodes=tuple(draft.nodes), members=tuple(draft.members))
+
+
+def _sound_scratch(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:
+    """The draft with the scratch rows before the first faulty one, and what is wrong with that one."""
+    scratch, size, depths = draft.scratch, len(draft), draft.depths
+    if not isinstance(scratch, ScratchRows):
+        return replace(draft, scratch=NO_SCRATCH), f"its scratch rows are {type(scratch).__name__} instead of ScratchRows"
+    if len(scratch.token_ids) != len(scratch.parents):
+        return draft.with_scratch(0), "token_ids and parents of its scratch rows differ in length"
+    for row, (token, parent) in enumerate(zip(scratch.token_ids, scratch.parents, strict=True)):
+        problem = _row_problem(token, parent, size + row, vocab_size)
+        if problem is None and size + row >= budget:
+            problem = f"more than {budget} rows"
+        if problem is None:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+            problem = f"deeper than {max_depth}" if depths[-1] > max_depth else None
+        if problem is not None:
+            return draft.with_scratch(row), f"scratch row {row}: {problem}"
+    return draft, None
+
+
+def _misdrawn(draft: Draft) -> tuple[int, str | None]:
+    """The first node with a draw that its member cannot have made one after another, without replacement, from the
+    probabilities of its elder siblings; and why."""
+    eldest: dict[tuple[int, int], int] = {}
+    seen: set[tuple[int, int, int]] = set()
+    problems: dict[int, str] = {}
+    for draw, (node, member, law) in enumerate(zip(draft.nodes, draft.members, draft.laws, strict=True)):
+        if law is not Law.SAMPLED:
+            continue
+        parent, token, probs = draft.parents[node], draft.token_ids[node], draft.draft_probs
+        elder = eldest.setdefault((member, parent), draw)
+        if (member, parent, token) in seen:
+            problems.setdefault(node, f"token {token} was drawn before among its siblings")
+        elif probs is not None and elder != draw and not torch.equal(probs[elder], probs[draw]):
+            of = draft.nodes[elder]
+            problems.setdefault(node, f"its probabilities are not those its elder sibling {of} was drawn from")
+        seen.add((member, parent, token))
+    return min(problems.items(), default=(len(draft), None))
+
+
+def _row_problem(token: object, parent: object, row: int, vocab_size: int) -> str | None:
+    if not isinstance(token, int) or isinstance(token, bool):
+        return f"token {token!r} is no int"
+    if not 0 <= token < vocab_size:
+        return f"token {token} is outside the vocabulary of {vocab_size}"
+    if not isinstance(parent, int) or isinstance(parent, bool) or not -1 <= parent < row:
+        return f"parent {parent!r} does not come before it"
+    return None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _unsound_draws(draft: Draft, vocab_size: int) -> dict[int, str]:
+    """Nodes with a draw of no law, or of probabilities that are none or could not have drawn the token."""
+    problems = {
+        node: f"law {law!r} is no Law"
+        for node, law in zip(draft.nodes, draft.laws, strict=True)
+        if not isinstance(law, Law)
+    }
+    sampled = [draw for draw, law in enumerate(draft.laws) if law is Law.SAMPLED]
+    probs: Tensor | None = draft.draft_probs
+    if not sampled or probs is None:
+        return problems
+    tokens = [draft.token_ids[node] for node in draft.nodes]
+    known = [_is_int(token) and 0 <= token < vocab_size for token in tokens]
+    index = torch.tensor([token if is_known else 0 for token, is_known in zip(tokens, known, strict=True)])
+    own = probs.gather(-1, index.to(probs.device, non_blocking=True)[:, None])[:, 0]
+    # All in one answer, since the host waits for a device at every one.
+    wide = torch.promote_types(probs.dtype, torch.float32)
+    found = torch.stack([probs.sum(-1, dtype=wide), probs.amin(-1).to(wide), own.to(wide)], -1).tolist()
+    for draw in sampled:
+        node, (mass, least, chance) = draft.nodes[draw], found[draw]
+        if not (abs(mass - 1.0) <= _MASS_TOLERANCE and least >= 0.0):
+            problems[node] = f"its probabilities sum to {mass}, least entry {least}"
+        elif known[draw] and not chance > 0.0:
+            problems[node] = f"token {tokens[draw]} has probability 0 among those it was drawn from"
+    return problems

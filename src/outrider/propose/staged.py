@@ -25,7 +25,7 @@ from outrider.params import SamplingParams
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import SameVocabulary
 from outrider.propose.compositions import Composition, check_depth, check_drafts, named
-from outrider.propose.draft_model import Drafting, DraftModel, DraftModelProposer, TextReading, Work
+from outrider.propose.draft_model import DraftModel, DraftModelProposer, PartialDraft, TextReading, Work
 from outrider.propose.draft_vocabulary import DraftVocabulary
 from outrider.propose.host import PassRows
 from outrider.propose.settings import ProposerContext, SpeculationConfig
@@ -129,7 +129,7 @@ class _Round:
     path: tuple[int, ...] = ()  # nodes of the guess that stand
 
     @property
-    def drafting(self) -> Drafting:
+    def drafting(self) -> PartialDraft:
         return self.work.drafting
 
     @property
@@ -259,7 +259,7 @@ class StagedProposer(DraftModelProposer):
         self.runner.partial_rows.clear()  # the pass to come computes all layers
         return rounds
 
-    def _wish(self, d: Drafting, number: int, rows_left: int) -> Guess:
+    def _wish(self, d: PartialDraft, number: int, rows_left: int) -> Guess:
         """The wish to the drafter: one token less than what is still to be drafted, since the draft model's own pass
         brings that one."""
         growth, config, text = d.growth, self.stage.config, d.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from time import thread_time
@@ -76,11 +76,10 @@ class MethodChoice:
         what ProposerSet.prepare does."""
         self._find(candidates)
 
-    def begin(self, seq: Sequence) -> None:
+    def _begin(self, seq: Sequence) -> None:
         """A sequence begins to decode."""
-        asked = seq.request.speculation
-        if asked.engine_chooses and seq.seq_id not in self._of:
-            found = self._find(asked.candidates)
+        if seq.seq_id not in self._of:
+            found = self._find(seq.request.speculation.candidates)
             if not found.is_off:
                 with self._contained(found):
                     self._of[seq.seq_id] = found
@@ -136,25 +135,23 @@ class MethodChoice:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def decide(self, decoding: list[Sequence]) -> None:
-        """Decide for the coming step, with all sequences that decode in it."""
+        """Decide for the coming step, in which these sequences decode that leave the choice to the engine."""
         self._decoding = decoding
         if self._all_rest():
             return
         self.decisions.clear()
-        for seq in self._decoding:
-            self.begin(seq)
+        for seq in decoding:
+            self._begin(seq)
         for found in self._sets.alive:
             begun = thread_time()
-            own = [
-                self._running(seq, found, seq.useful_depth) for seq in self._decoding if self._of.get(seq.seq_id) is found
-            ]
+            texts = [seq for seq in decoding if self._of.get(seq.seq_id) is found]
+            own = [self._running(seq, found, seq.useful_depth) for seq in texts]
             if own:
                 with self._contained(found):
                     self.decisions |= found.governor.decide(own)
                     found.governor.observe_own_seconds(self._believed(thread_time() - begun, texts=0))
-        for seq in self._decoding:
-            if seq.request.speculation.engine_chooses:
-                self.decisions.setdefault(seq.seq_id, _FAULT)
+        for seq in decoding:
+            self.decisions.setdefault(seq.seq_id, _FAULT)
 
     def _all_rest(self) -> bool:
         """True if all that decode were decided for before, by one governor, and go on plainly as then."""
@@ -190,9 +187,7 @@ class MethodChoice:
 
     def _running(self, seq: Sequence, found: ChoiceSet, depth: int) -> Running:
         why, params = "", seq.request.params
-        if not seq.num_output_tokens:
-            why = _FIRST
-        elif not self._invariant and (params.greedy or params.seed is not None):
+        if not self._invariant and (params.greedy or params.seed is not None):
             why = "plain, since rows depend on their pass here, and this text must not depend on a clock"
         usable = {name for name, method in found.methods.items() if _usable(seq, method)}
         methods = tuple(name for name, each in found.governor.candidates.items() if usable.issuperset(each.members))
@@ -240,15 +235,6 @@ class MethodChoice:
             with self._contained(choice_set):
                 choice_set.governor.observe_overlaps(seq.seq_id, shadow.method, overlaps)
 
-    def keeps_probs(self, seq: Sequence) -> bool:
-        """True if the target's probabilities are to be kept for this text: an idle draft model is scored against them."""
-        choice_set, decision = self._of.get(seq.seq_id), self.decisions.get(seq.seq_id)
-        return choice_set is not None and decision is not None and decision.method is None and bool(choice_set.models)
-
-    def note(self, seq: Sequence, probs: Iterable[float]) -> None:
-        """The target wrote tokens with these probabilities."""
-        self._scores.note(seq, probs)
-
     def spent(self, seq: Sequence, shadow: Shadow, seconds: float) -> None:
         """A shadow took so long."""
         choice_set = self._of.get(seq.seq_id)
@@ -273,20 +259,17 @@ class MethodChoice:
         if not self._of:
             return
         for rows in committed:
-            if rows.verdict is None:
-                continue
             seq = rows.item.seq
-            keeps_probs = self.keeps_probs(seq)
-            if keeps_probs and rows.verdict.chances:
-                self.note(seq, rows.verdict.chances)
-            decision = self.decisions.get(seq.seq_id)
-            if decision is not None and decision.method is None and not self._scores.awaits(seq):
-                continue  # at once: this is every text of a batch that rests
-            choice_set = self._of.get(seq.seq_id)
-            if choice_set is None:
+            choice_set, decision = self._of.get(seq.seq_id), self.decisions.get(seq.seq_id)
+            if rows.verdict is None or choice_set is None:
                 continue
-            if not keeps_probs:
+            plain = decision is not None and decision.method is None
+            if not (plain and choice_set.models):
                 self._scores.break_off(seq)
+            elif rows.verdict.chances:  # an idle draft model is scored against the target's probabilities
+                self._scores.note(seq, rows.verdict.chances)
+            if plain and not self._scores.awaits(seq):
+                continue  # at once: this is every text of a batch that rests
             with self._contained(choice_set):
                 self._observe_draft(choice_set, rows.item, rows.step, rows.verdict, len(rows.accepted))
                 self._scores.settle(seq, choice_set.governor, self._believed)

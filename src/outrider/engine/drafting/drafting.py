@@ -11,7 +11,7 @@ from outrider.config import SchedulerConfig
 from outrider.engine.drafting.asking import Committed, StepDraft, prefill_all, propose_all, show, teach
 from outrider.engine.drafting.calibration import ExperienceFiles, calibrate
 from outrider.engine.drafting.choosing import Clock, MethodChoice
-from outrider.engine.drafting.planning import Planner, RowShares, plan_drafts
+from outrider.engine.drafting.planning import Planner, RowShares, plan_forced, plan_turns
 from outrider.engine.drafting.proposers import AcceptanceCheck, Drafters, ProposerSet, TreeBuilders
 from outrider.engine.scheduler import Schedule, Scheduler
 from outrider.engine.sequence import Request, Sequence
@@ -107,17 +107,19 @@ class Drafting:
     def script(self, table: CostTable, clock: Clock, holds: int = HOLDS) -> None:
         """Forget all that was learnt, and take these costs and this clock instead of a calibration and the machine's. In
         the proofs both must come again on the same path."""
-        self.proposers.forget_faults()
-        self.builders.forget()
+        self.proposers.forget()
         self._shares.forget()
         self._choice.script(table, clock, holds)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def plan(self, plan: Schedule) -> None:
-        """Decide who drafts for whom, with how many of the rows that are left."""
-        self._choice.decide([item.seq for item in plan.items if item.num_rows == 1 and item.completes])
-        plan_drafts(plan, self.planner, self._shares)
+        """Decide who drafts for whom, with how many of the rows that are left. The engine chooses for texts that have
+        begun: nothing is drafted before the first token, so that a draft model reads a prompt only when it is wanted."""
+        decoding = plan_forced(plan)
+        chosen_for = [item.seq for item in decoding if item.seq.request.speculation.engine_chooses]
+        self._choice.decide([seq for seq in chosen_for if seq.num_output_tokens])
+        plan_turns(plan, decoding, self.planner, self._shares)
 
     def propose(self, plan: Schedule, noise: NoiseSource) -> list[StepDraft]:
         """The draft of each item of the plan."""

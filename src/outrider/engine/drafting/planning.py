@@ -34,17 +34,25 @@ def as_requested(seq: Sequence) -> tuple[SpeculationConfig, ...]:
     return (speculation,) if speculation.enabled else ()
 
 
-def plan_drafts(plan: Schedule, planner: Planner, shares: RowShares) -> None:
-    """Give turns to those who draft. What structures force comes first, behind the end of a prompt too: these rows are as
-    good as sure to stand, and no proposer works for them."""
+def plan_forced(plan: Schedule) -> list[ScheduledSequence]:
+    """Plan what structures force, behind the end of a prompt too: these rows are as good as sure to stand, and no proposer
+    works for them. Returns those that decode, and may be drafted for."""
+    decoding = []
     for item in plan.items:
         if item.completes:
             item.forced = _forced(item.seq, plan.rows_left)
             plan.rows_left -= len(item.forced)
-    for item in plan.items:
-        if not item.completes or item.num_rows > 1:
-            item.is_prompt_of_drafts = item.seq.useful_depth > 1  # a token less of it is left for the first draft
-        elif plan.rows_left > 0:
+            if item.num_rows == 1:
+                decoding.append(item)
+                continue
+        item.is_prompt_of_drafts = item.seq.useful_depth > 1  # a token less of it is left for the first draft
+    return decoding
+
+
+def plan_turns(plan: Schedule, decoding: Seq[ScheduledSequence], planner: Planner, shares: RowShares) -> None:
+    """Give turns to those who draft."""
+    for item in decoding:
+        if plan.rows_left > 0:
             plan.rows_left -= _plan_turns(item, _asked(item.seq, planner), plan.rows_left, shares)
 
 

@@ -65,15 +65,11 @@ class ProposerSet:
             found.leaves = not any(same_method(found.method, method) for method in stay)
         self._let_go(self._alive)
 
-    def hold(self, method: Method) -> SharedProposer:
+    def acquire(self, method: Method) -> SharedProposer:
         """The proposer with these settings and what is known of it, in use until `release`."""
         found = self.find(method)
         found.num_users += 1
         return found
-
-    def acquire(self, method: Method) -> Proposer:
-        """The proposer with these settings, in use until `release`."""
-        return self.hold(method).proposer
 
     def is_off(self, method: Method) -> bool:
         """True if the proposer with these settings is switched off for now."""
@@ -117,16 +113,12 @@ class ProposerSet:
             found[alive.method.name] = found.get(alive.method.name, 0) + alive.num_users
         return found
 
-    def forget_trees(self) -> None:
-        """Drop what trees have learnt."""
-        for found in self._alive:
-            found.trees.clear()
-
-    def forget_faults(self) -> None:
-        """Drop what is known of faults, so that no method is switched off."""
+    def forget(self) -> None:
+        """Drop what trees have learnt, and what is known of faults, so that no method is switched off."""
         self._off.clear()
         for found in self._alive:
             found.breaker = ProposerBreaker()
+            found.trees.clear()
 
     def dismiss_all(self) -> None:
         """Let all go, those in use too: their sequences are no more. What is asked for next is built anew."""
@@ -181,7 +173,7 @@ class Drafters:
         if found is not None or any(same_method(method, refused) for refused in seq.refused):
             return found
         try:
-            host = self._proposers.hold(method)
+            host = self._proposers.acquire(method)
         except OutriderError as error:
             logger.warning("method %s, request %d: %s", method.name, seq.request.request_id, error)
             seq.stats.num_proposer_faults += 1
@@ -230,7 +222,7 @@ class Drafters:
         child.added_layers = parent.added_layers
         child.num_drafters = parent.num_drafters
         for drafter in parent.drafters:
-            self._proposers.hold(drafter.method)
+            self._proposers.acquire(drafter.method)
             copy = replace(drafter, request_id=child.request.request_id, stats=child.stats, num_faults=0)
             child.drafters.append(copy)
             with copy.blaming("fork"):
@@ -281,11 +273,7 @@ class TreeBuilders:
     def use_pace(self, pace: Pace) -> None:
         """Take another pace, and forget what was learnt; between requests only. The proofs need one without a clock."""
         self._pace = pace
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget what was learnt of acceptance; between requests only."""
-        self._proposers.forget_trees()
+        self._proposers.forget()
 
     def observe_step(self, num_tokens: int, seconds: float, num_levels: int, propose_seconds: float) -> None:
         """A step of sequences that decode has ended; for trees that adapt, once there are any."""
