@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
@@ -232,4 +233,7 @@ def test_what_is_passed_over_is_named(server: Server) -> None:
     found = server.post("/v1/responses", {**body, **more})
     assert found.headers["x-ignored-fields"] == "oddity, reasoning.effort, reasoning.summary, truncation"
     assert found.json()["metadata"] == {"a": "b"}
+    odd = b'{"input": "x", "max_output_tokens": 1, "metadata": {"a": 1e999}}'
+    headers = {"content-type": "application/json"}
+    assert httpx.post(f"{server.url}/v1/responses", content=odd, headers=headers).json()["metadata"] is None
     assert "does not speak" in server.post("/v1/responses/resp_1/cancel", {}).json()["error"]["message"]

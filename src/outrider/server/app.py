@@ -43,7 +43,7 @@ from outrider.server.schemas import ChatRequest, CommonRequest, CompletionReques
 from outrider.server.service import Service, close, described
 from outrider.server.streams import events, while_connected
 from outrider.server.tenants import Meter
-from outrider.server.wire import encoded, error_body, is_of_messages
+from outrider.server.wire import encoded, error_body, is_json, is_of_messages
 
 Handler = Callable[[Service, Call], Awaitable[Response]]
 
@@ -239,7 +239,7 @@ async def responses(service: Service, call: Call) -> Response:
 
     def read(body: bytes) -> ChatRequest:
         asked = ResponsesRequest.read(body)
-        given.update(told_back(asked))
+        given.update((name, value if is_json(value) else None) for name, value in told_back(asked))
         template = template_of(service.engine.llm.prompts.tokenizer, tools=bool(asked.tools))
         return as_chat_of_responses(asked, template)
 

@@ -20,6 +20,15 @@ def encoded(body: Any) -> bytes:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
+def is_json(value: Any) -> bool:
+    """Tells whether a value can be sent. Python reads numbers that JSON does not have, as 1e999."""
+    try:
+        encoded(value)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def event(body: Any, name: str | None = None) -> bytes:
     """One event."""
     head = b"" if name is None else f"event: {name}\n".encode()
