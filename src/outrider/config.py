@@ -184,7 +184,9 @@ class ModelConfig(Frozen):
         Flag("auto, bfloat16, float16, float32 or float64.", _EVERYWHERE),
         Elsewhere(transformers="torch_dtype"),
     ] = Field("auto", description="Use auto, float64, float32, bfloat16 or float16.")
-    device: Annotated[str | None, BeforeValidator(_named), Flag("cpu, cuda, cuda:1, ...", _EVERYWHERE)] = None
+    device: Annotated[str | None, BeforeValidator(_named), Flag("cpu, cuda, cuda:1, ...", _EVERYWHERE)] = Field(
+        None, description="Use cpu, cuda, cuda:1 or another device of PyTorch, or None."
+    )
     revision: str | None = None
     trust_remote_code: bool = False
     attention_backend: Annotated[AttentionName, Flag("auto, fused, paged or gather.")] = Field(
@@ -203,9 +205,9 @@ class ModelConfig(Frozen):
     draft_quantization: Annotated[
         DraftQuantizationName | None, Flag("The same for draft models: int8 or 4 bits are usual, none rounds nothing.")
     ] = Field(None, description=f"Use {', '.join(QUANTIZATIONS)}, none or None.")
-    batch_invariant: Annotated[bool, Flag("Same seed, same bits, in any batch with any method.", ("generate", "serve"))] = (
-        False
-    )
+    batch_invariant: Annotated[
+        bool, Flag("Same seed, same bits, in any batch with any method.", verbs=("generate", "serve"))
+    ] = False
     max_model_len: Annotated[int | None, Flag("Longest text, prompt and output together.", _SERVING)] = Field(
         None, ge=2, description="Use 2 tokens or more, or None."
     )
@@ -238,7 +240,7 @@ class CacheConfig(Frozen):
     block_size: int = Field(16, ge=1, le=1024, description="Use 1 to 1024 tokens.")
     kv_cache_tokens: Annotated[int | None, Flag("KV memory; sized from free memory unless given.", _SERVING)] = Field(
         None, ge=1, description="Use 1 token or more, or None."
-    )  # rounded down to blocks
+    )
     prefix_caching: Annotated[
         bool,
         Flag("Read every prompt anew. Otherwise prompts of a tenant share the KV of equal beginnings.", _SERVING),
