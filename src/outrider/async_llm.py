@@ -97,7 +97,7 @@ class AsyncLLM:
         return AsyncStream(self, None, params, options, messages=messages, streaming=True)
 
     async def prepared(self, namespace: str | None, call: Callable[[], T]) -> T:
-        """What a function answers, which is called in another thread when it is the turn of a namespace.
+        """Returns what a function answers, which is called in another thread when it is the turn of a namespace.
 
         Raises:
             ClosedError: The LLM was closed before that.
@@ -124,9 +124,6 @@ class AsyncStream:
 
     Attributes:
         output: What the request came to, once it has ended.
-
-    Raises:
-        InvalidParameterError: There is no such option.
     """
 
     def __init__(
@@ -154,11 +151,7 @@ class AsyncStream:
         await self.aclose()
 
     async def begin(self) -> Request:
-        """Prepare and admit the request now, rather than at the first piece.
-
-        Raises:
-            OutriderError: It cannot be served.
-        """
+        """Prepare and admit the request now, rather than at the first piece."""
         if self._request is None:
             prepared = await self._owner.prepared(self._namespace, self._prepare)
             self._inbox = _AsyncInbox(self._owner._dispatcher())
@@ -264,11 +257,7 @@ class PreparingThreads:
         self.turns = Turns()
 
     def submit(self, tenant: Tenant, call: Callable[[], T]) -> Future[T]:
-        """Have a function called when it is the tenant's turn. Whoever cancels the outcome before that takes it back.
-
-        Raises:
-            ClosedError: No more is prepared.
-        """
+        """Have a function called when it is the tenant's turn. Whoever cancels the outcome before that takes it back."""
         outcome: Future[T] = Future()
         with self._lock:
             if self._closed:

@@ -54,7 +54,7 @@ _IDLE_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype",
 
 
 class Identity(BaseModel):
-    """What a profile holds for."""
+    """Holds what a profile holds for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -68,12 +68,7 @@ class Identity(BaseModel):
 
     @classmethod
     def of(cls, runner: ModelRunner, config: ModelConfig) -> Identity:
-        """That of a target which is loaded.
-
-        Args:
-            runner: Of the target.
-            config: How it was loaded.
-        """
+        """Returns the identity of a target which is loaded."""
         loaded = runner.loaded
         described = json.loads(loaded.model.config.to_json_string(use_diff=True))
         kept = {name: value for name, value in described.items() if name not in _IDLE_FIELDS}
@@ -89,7 +84,7 @@ class Identity(BaseModel):
 
 
 class Profile(BaseModel):
-    """What a tuning recommends, and what it was made for."""
+    """Holds what a tuning recommends, and what it was made for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -102,12 +97,7 @@ class Profile(BaseModel):
     measured: bool  # whether the gain was measured and not predicted
 
     def check_model(self, path: str, found: Identity) -> None:
-        """Raise ProfileMismatchError where the profile was made for another model: its settings say nothing of this one.
-
-        Args:
-            path: Of the profile, to name.
-            found: The model that is loaded.
-        """
+        """Raise ProfileMismatchError where the profile was made for another model: its settings say nothing of this one."""
         made = self.identity
         if made.config != found.config:
             problem = f"the profile {path} was made for {made.model!r}, a model of another configuration"
@@ -122,11 +112,7 @@ class Profile(BaseModel):
 
 
 def read_profile(path: str | PathLike[str]) -> tuple[Profile, SpeculationConfig]:
-    """A profile, and the settings that it recommends.
-
-    Raises:
-        InvalidParameterError: The file cannot be read, is no profile or of a newer form, or names what is not there.
-    """
+    """A profile, and the settings that it recommends."""
     name = fspath(path) if isinstance(path, str | PathLike) else path
     if not isinstance(name, str):
         raise InvalidParameterError("profile", path, "it is no path", "Give a file that outrider tune wrote.")
@@ -212,7 +198,7 @@ class RecommendedSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What an engine is to be built of, checked as far as it can be before a weight is read."""
+    """Holds what an engine is to be built of, checked as far as it can be before a weight is read."""
 
     model: ModelConfig
     cache: CacheConfig
@@ -222,14 +208,7 @@ class EnginePlan:
     embedded: bool  # whether the model is the one that comes with the package
 
     def build(self, model: Any, tokenizer: Any | None, draft_model: Any | None, *, consume: bool) -> BuiltEngine:
-        """Load everything, in the thread that will run the engine.
-
-        Args:
-            model, tokenizer, draft_model, consume: As `LLM` takes them.
-
-        Raises:
-            InputError, ModelError: A setting or a checkpoint cannot be used.
-        """
+        """Load everything, in the thread that will run the engine."""
         config = self.model
         loaded = self._load(model, tokenizer, consume=consume)
         usual = self.defaults.with_carried("mtp") if _carries_mtp(loaded) else self.defaults
@@ -261,7 +240,7 @@ class EnginePlan:
         return BuiltEngine(engine, prompts, default_params, defaults)
 
     def _beside(self, loaded: LoadedModel, drafts: DraftLoader, usual: SpeculationDefaults) -> Beside:
-        """What all proposers that are known already take beside the target: their layers, and draft models."""
+        """Returns what all proposers that are known already take beside the target: their layers, and draft models."""
         configs = [usual.config] if self.recommended is None else [usual.config, self.recommended.config]
         parts = [part for config in configs for each in config.candidates for part in parts_of(each)]
         added = sum(part.method.added_token_bytes(loaded) for part in parts if part.method is not None)
@@ -284,7 +263,7 @@ class EnginePlan:
         return load_model(self.model, tokenizer, kv_tokens=self.cache.kv_cache_tokens)
 
     def _defaults_for(self, runner: ModelRunner, usual: SpeculationDefaults) -> SpeculationDefaults:
-        """As the profile recommends, where there is one and it holds for this model and this machine."""
+        """Returns what the profile recommends, where there is one and it holds for this model and this machine."""
         if self.recommended is None:
             return usual
         path, profile, config = self.recommended
@@ -298,8 +277,8 @@ class EnginePlan:
 
 
 def _carries_mtp(loaded: LoadedModel) -> bool:
-    """Whether the files of a target hold layers that predict several tokens, in a form that can be computed. The hub is not
-    asked again."""
+    """Tells whether the files of a target hold layers that predict several tokens, in a form that can be computed. The hub
+    is not asked again."""
     if loaded.file is None and loaded.source is None:
         return False
     try:
@@ -312,7 +291,7 @@ def _carries_mtp(loaded: LoadedModel) -> bool:
 
 
 def model_name(model: Any) -> Any:
-    """What to call a model: its path or hub id, or the class of one that is given loaded."""
+    """Returns what to call a model: its path or hub id, or the class of one that is given loaded."""
     if isinstance(model, torch.nn.Module):
         return type(model).__name__
     source = default_model("target") if model is None else model
@@ -320,11 +299,8 @@ def model_name(model: Any) -> Any:
 
 
 def draft_name(draft_model: Any) -> Any:
-    """What settings call a draft model: its path or hub id, or words that can be neither for one that is given loaded.
-
-    Raises:
-        InvalidParameterError: It is loaded, and is no causal language model with all its weights in one place.
-    """
+    """Returns what settings call a draft model: its path or hub id, or words that can be neither for one that is given
+    loaded."""
     if not isinstance(draft_model, torch.nn.Module):
         return draft_model
     name = f"{type(draft_model).__name__} (given loaded)"
@@ -356,8 +332,8 @@ _LEAST_ROUNDED = 64 * 2**20
 
 
 def usual_draft_rounding(settings: ModelConfig) -> QuantizationName | None:
-    """How a draft model is rounded where nobody says: its passes read all weights, and take less time where these are
-    smaller. None where it would gain little, or cannot be rounded."""
+    """Returns how a draft model is rounded where nobody says: its passes read all weights, and take less time where these
+    are smaller. None where it would gain little, or cannot be rounded."""
     if settings.device not in (None, "cpu") or kernel_library() is None:
         return None
     try:
@@ -385,9 +361,6 @@ class DraftLoader:
     """Loads models that draft beside a target, each with KV memory of its own that holds what the target's holds.
 
     Args:
-        target: The target.
-        settings: How the target was loaded.
-        cache: How its memory is cut.
         scheduling: Sequences that run at a time, and rows of a pass.
         given: Models that the caller has loaded, by the name that settings have for them. They are copied whenever a
             proposer is built.
@@ -411,12 +384,7 @@ class DraftLoader:
 
     def __call__(self, model: str, **how: Unpack[DraftSettings]) -> ModelRunner:
         """Load a folder or hub id, or copy a model that was given. Where `dtype` is None it is the target's, and where
-        `quantization` is None it is that of all draft models, or what is usual. Trust is given to each checkpoint alone.
-
-        Raises:
-            InvalidParameterError: No such folder.
-            ModelError: It cannot be used, or there is no memory for it.
-        """
+        `quantization` is None it is that of all draft models, or what is usual. Trust is given to each checkpoint alone."""
         if model not in self._given:
             check_sources(draft_model=model)
         settings = self._settings_of(model, how)
@@ -437,7 +405,7 @@ class DraftLoader:
         self._capacity = target.blocks.num_blocks * target.blocks.block_size
 
     def needs(self, model: str, **how: Unpack[DraftSettings]) -> Needs | None:
-        """What a draft model will take of memory; None where that is not known before it is loaded."""
+        """Returns what a draft model will take of memory; None where that is not known before it is loaded."""
         settings = self._settings_of(model, how)
         given = self._given.get(model)
         if given is not None:
@@ -467,7 +435,7 @@ class DraftLoader:
         return settings
 
     def _is_rounded(self, settings: ModelConfig) -> bool:
-        """Whether the weights of a draft model are rounded, or were in its files."""
+        """Tells whether the weights of a draft model are rounded, or were in its files."""
         if settings.model in self._given:
             return settings.quantization is not None
         return has_rounded_weights(settings)

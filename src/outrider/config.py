@@ -214,7 +214,7 @@ class ModelConfig(Frozen):
 
     @property
     def asks_for_rounded_rows(self) -> bool:
-        """Whether rows are to be rounded, and not only where it is usual."""
+        """Tells whether rows are to be rounded, and not only where it is usual."""
         return self.activations == "int8"
 
     def rounding(self, *, rounds_rows: bool) -> str | None:
@@ -235,7 +235,7 @@ class ModelConfig(Frozen):
 
 
 class CacheConfig(Frozen):
-    """How much key-value memory there is and how it is cut."""
+    """Says how much key-value memory there is and how it is cut."""
 
     block_size: int = Field(16, ge=1, le=1024, description="Use 1 to 1024 tokens.")
     kv_cache_tokens: Annotated[int | None, Flag("KV memory; sized from free memory unless given.", _SERVING)] = Field(
@@ -253,7 +253,7 @@ class CacheConfig(Frozen):
 
 
 class SchedulerConfig(Frozen):
-    """How much work one step may hold."""
+    """Says how much work one step may hold."""
 
     max_num_seqs: Annotated[
         int, Flag("Prompts that run at a time.", ("generate",)), Flag("Texts that are written at a time.", _SERVING)

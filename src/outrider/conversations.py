@@ -29,11 +29,7 @@ _DEVELOPER = re.compile("""['"]developer['"]""")
 
 
 def split_conversations(messages: Any) -> tuple[list[Any], bool]:
-    """The conversations one by one, and whether it is a single one that stands in no list. None of them is checked yet.
-
-    Raises:
-        InvalidPromptError: It is neither a conversation nor a list of conversations.
-    """
+    """The conversations one by one, and whether it is a single one that stands in no list. None of them is checked yet."""
     several = _is_list(messages) and any(_is_list(item) for item in messages)
     if several and not all(_is_list(item) for item in messages):
         raise InvalidPromptError("messages", messages, "messages and conversations in one list", _MESSAGES_REMEDY)
@@ -49,7 +45,7 @@ def template_of(tokenizer: Any, *, tools: bool = False) -> str:
 
 
 def reads(template: str, name: str) -> bool:
-    """Whether a chat template reads a field of this name."""
+    """Tells whether a chat template reads a field of this name."""
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
@@ -73,11 +69,7 @@ def shown_names(names: Collection[str]) -> tuple[str, ...]:
 def read_conversation(messages: Any, template: str) -> list[dict[str, Any]]:
     """The messages of one conversation, as templates know them: contents are texts, arguments of calls are objects, empty
     fields are left out, thoughts have the names that the template reads, and whoever is called developer is called system
-    where the template does not know him.
-
-    Raises:
-        InvalidPromptError: It is no list of messages, there are none, or one of them is none.
-    """
+    where the template does not know him."""
     if not _is_list(messages) or not all(isinstance(message, Mapping) for message in messages):
         raise InvalidPromptError("messages", messages, "not a list of messages", _MESSAGES_REMEDY)
     if not messages:
@@ -86,18 +78,14 @@ def read_conversation(messages: Any, template: str) -> list[dict[str, Any]]:
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Descriptions of functions as templates know them, in OpenAI's order; None where there are none.
-
-    Raises:
-        InvalidPromptError: One of them is none.
-    """
+    """Descriptions of functions as templates know them, in OpenAI's order; None where there are none."""
     if tools is not None and not _is_list(tools):
         raise InvalidPromptError("tools", tools, "not a list of functions", _TOOL_REMEDY)
     return [_read_tool(tool, place) for place, tool in enumerate(tools)] if tools else None
 
 
 def with_written_arguments(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same with arguments of calls as JSON, for templates that join them with text, as DeepSeek's do."""
+    """Returns the same with arguments of calls as JSON, for templates that join them with text, as DeepSeek's do."""
     found = deepcopy(conversation)
     for function in (call["function"] for message in found for call in message.get("tool_calls", ())):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
@@ -105,16 +93,7 @@ def with_written_arguments(conversation: list[dict[str, Any]]) -> list[dict[str,
 
 
 def check_developer(conversation: list[dict[str, Any]], asked: Conversation, write: Callable[[Any], Any]) -> None:
-    """Refuse what a template would leave out of the prompt: what the developer says.
-
-    Args:
-        conversation: As the template gets it.
-        asked: The same as it was given.
-        write: The text that the template makes of a conversation.
-
-    Raises:
-        InvalidPromptError: The template leaves out one of these messages.
-    """
+    """Refuse what a template would leave out of the prompt: what the developer says."""
     places = [place for place, message in enumerate(asked) if message.get("role") == "developer"]
     if not places:
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Law(StrEnum):
-    """How a draft token was chosen, which decides how it may be verified."""
+    """Says how a draft token was chosen, which decides how it may be verified."""
 
     DETERMINISTIC = "deterministic"  # a function of the committed tokens
     SAMPLED = "sampled"  # drawn with keyed noise from exactly the given draft_probs
@@ -21,28 +21,19 @@ class Law(StrEnum):
 
 
 class Confidence(NamedTuple):
-    """How sure a proposer was of a token.
+    """Says how sure a proposer was of a token."""
 
-    Attributes:
-        best: The largest probability of what the token and its siblings were chosen from.
-        token: The probability of the token in it.
-    """
-
-    best: float
-    token: float
+    best: float  # the largest probability of what the token and its siblings were chosen from
+    token: float  # the probability of the token in it
 
 
 @dataclass(frozen=True)
 class ScratchRows:
-    """Rows that a proposer wants computed beside its draft: no draft tokens, never verified, never part of the text.
+    """Rows that a proposer wants computed beside its draft: no draft tokens, never verified, never part of the text."""
 
-    Attributes:
-        token_ids: Token of each row.
-        parents: What each row follows: -1 is the last committed token, i below the number of nodes is a node of the draft,
-            and the number of nodes + j is row j of these.
-    """
-
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # token of each row
+    # What each row follows: -1 is the last committed token, i below the number of nodes is a node of the draft, and the
+    # number of nodes + j is row j of these.
     parents: tuple[int, ...] = ()
 
     def __len__(self) -> int:
@@ -59,29 +50,21 @@ class Draft:
     A node is a row of the target's pass: a token at a place in the tree. A draw is one proposal of a node by a member, with
     the law by which the member chose it. Several members may propose the same node, so a node may have several draws.
     Verification tests draws, and the target computes nodes. Where one proposer drafts alone, draw i proposes node i.
-
-    Attributes:
-        token_ids: Token of each node; siblings have unlike tokens.
-        parents: Node index of each node's parent, smaller than its own; -1 is the root, the token that the draft follows.
-        laws: Law of each draw.
-        draft_probs: [num_draws, vocab_size] probabilities that each sampled draw was made from; None where none is.
-            Siblings that one member has sampled are drawn one after another without replacement, in the order of their
-            draws, and all carry the probabilities of the first: what the removal of its elder siblings makes of them
-            follows from that.
-        scratch: Rows to compute beside it.
-        confidences: How sure the proposer was of each draw, or nothing. It has no part in verification.
-        nodes: Node of each draw. Left out, draw i proposes node i.
-        members: Which member made each draw. Left out, one member made all.
     """
 
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # token of each node; siblings have unlike tokens
+    # Node index of each node's parent, smaller than its own; -1 is the root, the token that the draft follows.
     parents: tuple[int, ...] = ()
-    laws: tuple[Law, ...] = ()
+    laws: tuple[Law, ...] = ()  # law of each draw
+    # [num_draws, vocab_size] probabilities that each sampled draw was made from; None where none is. Siblings that one
+    # member has sampled are drawn one after another without replacement, in the order of their draws, and all carry the
+    # probabilities of the first: what the removal of its elder siblings makes of them follows from that.
     draft_probs: Tensor | None = None
-    scratch: ScratchRows = NO_SCRATCH
+    scratch: ScratchRows = NO_SCRATCH  # rows to compute beside it
+    # How sure the proposer was of each draw, or nothing. It has no part in verification.
     confidences: tuple[Confidence, ...] = ()
-    nodes: tuple[int, ...] = ()
-    members: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()  # node of each draw. Left out, draw i proposes node i.
+    members: tuple[int, ...] = ()  # which member made each draw. Left out, one member made all.
 
     def __post_init__(self) -> None:
         if not self.nodes and self.laws:
@@ -120,17 +103,17 @@ class Draft:
 
     @property
     def row_parents(self) -> tuple[int, ...]:
-        """What each of its rows follows: another row, or -1 for the root."""
+        """Returns what each of its rows follows: another row, or -1 for the root."""
         return self.parents + self.scratch.parents
 
     @property
     def is_chain(self) -> bool:
-        """Whether its nodes have no branches."""
+        """Tells whether its nodes have no branches."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
     @property
     def rows_are_chain(self) -> bool:
-        """Whether all its rows, scratch rows included, follow one another."""
+        """Tells whether all its rows, scratch rows included, follow one another."""
         return self.is_chain and not self.scratch.token_ids
 
     @property
@@ -183,12 +166,12 @@ class Draft:
         )
 
     def with_scratch(self, count: int) -> Draft:
-        """The same nodes with the first `count` scratch rows."""
+        """Returns the same nodes with the first `count` scratch rows."""
         scratch = ScratchRows(self.scratch.token_ids[:count], self.scratch.parents[:count])
         return replace(self, scratch=scratch)
 
     def opaque(self) -> Draft:
-        """The same guess without any claim on how it was drawn."""
+        """Returns the same guess without any claim on how it was drawn."""
         laws = (Law.OPAQUE,) * len(self.laws)
         return replace(self, laws=laws, draft_probs=None)
 

@@ -71,14 +71,7 @@ class OutriderError(Exception):
 
 
 class InputError(OutriderError, ValueError):
-    """The caller passed something that cannot be used.
-
-    Args:
-        field: Name of the argument, as the caller wrote it.
-        value: The offending value.
-        problem: What is wrong with it, as a clause.
-        remedy: What would be right, as a sentence.
-    """
+    """The caller passed something that cannot be used."""
 
     def __init__(self, field: str, value: object, problem: str, remedy: str) -> None:
         self.field = field
@@ -107,11 +100,6 @@ class InvalidPromptError(InputError):
 class ModelError(OutriderError):
     """A checkpoint cannot be used.
 
-    Args:
-        model: Path or hub id.
-        problem: What is wrong, as a clause.
-        remedy: What would help, as a sentence.
-
     Attributes:
         place: The setting that names it, such as "methods.1.model", where settings stand inside others; else empty.
     """
@@ -125,7 +113,7 @@ class ModelError(OutriderError):
         super().__init__(f"model {model!r}: {problem}. {remedy}")
 
     def at(self, place: str) -> Self:
-        """The same error, whose message begins with the place of the settings that name the model."""
+        """Returns the same error, whose message begins with the place of the settings that name the model."""
         text = str(self).removeprefix(f"{self.place}: ")
         self.place = f"{place}.{self.place or 'model'}"
         self.args = (f"{self.place}: {text}",)
@@ -137,17 +125,7 @@ class ModelLoadError(ModelError):
 
 
 class ModelTooLargeError(ModelError):
-    """The checkpoint takes more memory than there is.
-
-    Args:
-        model: Path or hub id.
-        problem: What is wrong, as a clause.
-        remedy: What would help, as a sentence.
-        weight_bytes: What its weights would take; where it is loaded already, those of its draft models.
-        kv_bytes: What the keys and values that were asked for would take.
-        available_bytes: What there is.
-        state_bytes: What the running states of the texts that may run at a time would take.
-    """
+    """The checkpoint takes more memory than there is."""
 
     def __init__(
         self,
@@ -175,16 +153,7 @@ class VocabularyMismatchError(ModelError):
 
 
 class HeadMismatchError(ModelError):
-    """Heads were made for another target than this one, or for another method.
-
-    Args:
-        model: The folder of the heads.
-        problem: What differs, as a clause.
-        remedy: What would help, as a sentence.
-        field: The name of what differs.
-        needed: What the heads need.
-        found: What there is.
-    """
+    """Heads were made for another target than this one, or for another method."""
 
     def __init__(
         self, model: str, problem: str, remedy: str, field: str = "", needed: object = None, found: object = None
@@ -196,16 +165,7 @@ class HeadMismatchError(ModelError):
 
 
 class ProfileMismatchError(ModelError):
-    """A profile was made for another target than this one.
-
-    Args:
-        model: The target.
-        problem: What differs, as a clause.
-        remedy: What would help, as a sentence.
-        field: The name of what differs.
-        needed: What the profile was made for.
-        found: What there is.
-    """
+    """A profile was made for another target than this one."""
 
     def __init__(
         self, model: str, problem: str, remedy: str, field: str = "", needed: object = None, found: object = None
@@ -217,13 +177,7 @@ class ProfileMismatchError(ModelError):
 
 
 class RequestError(OutriderError):
-    """One request failed while others went on.
-
-    Args:
-        request_id: The request.
-        problem: What happened, as a clause.
-        remedy: What would help, as a sentence.
-    """
+    """One request failed while others went on."""
 
     def __init__(self, request_id: int, problem: str, remedy: str) -> None:
         self.request_id = request_id
@@ -274,13 +228,7 @@ class ForkedProcessError(OutriderError):
 
 
 class OtherEngineError(OutriderError):
-    """Another engine, under proof or beside ours in a benchmark, cannot be driven.
-
-    Args:
-        engine: Its name or address.
-        problem: What happened, as a clause.
-        remedy: What would help, as a sentence.
-    """
+    """Another engine, under proof or beside ours in a benchmark, cannot be driven."""
 
     def __init__(self, engine: str, problem: str, remedy: str) -> None:
         self.engine = engine
@@ -302,13 +250,8 @@ class UnforkableError(OtherEngineError):
 
 
 class StorageError(OutriderError):
-    """A file cannot be written: the disk is full, or the folder takes no files. Nothing half-written is left in its place.
-
-    Args:
-        path: The file.
-        problem: What the system says.
-        remedy: What would help, as a sentence.
-    """
+    """A file cannot be written: the disk is full, or the folder takes no files. Nothing half-written is left in its
+    place."""
 
     def __init__(self, path: str, problem: str, remedy: str) -> None:
         self.path = path
@@ -318,13 +261,7 @@ class StorageError(OutriderError):
 
 
 class TrainingError(OutriderError):
-    """A training cannot go on.
-
-    Args:
-        step: Where it stands.
-        problem: What happened, as a clause.
-        remedy: What would help, as a sentence.
-    """
+    """A training cannot go on."""
 
     def __init__(self, step: int, problem: str, remedy: str) -> None:
         self.step = step
@@ -343,11 +280,7 @@ class EngineBusyError(OutriderError):
 
 
 class TrialError(OutriderError):
-    """No process can be had in which a structure would be tried; without a trial it is not followed.
-
-    Args:
-        problem: What went wrong.
-    """
+    """No process can be had in which a structure would be tried; without a trial it is not followed."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}. Make room for one process more, and see that Python can be started here.")
@@ -368,7 +301,6 @@ class KernelMismatchError(OutriderError):
     """The compiled kernels and the package write a constant differently, so they come from different sources.
 
     Args:
-        constant: Its name.
         compiled: Its value in the compiled kernels, None where they do not have it.
         written: Its value in the package, None where it does not have it.
     """

@@ -20,15 +20,7 @@ UNFINISHED = ".unfinished"
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file under another name, and give it its own when it is whole and on the disk.
-
-    Args:
-        path: Where it is to be. A file that is there already is replaced in one step.
-        write: Writes it to the path that it is given.
-
-    Raises:
-        StorageError: It cannot be written: the disk is full, or the folder takes no file. Nothing is left of it.
-    """
+    """Write a file under another name, and give it its own when it is whole and on the disk."""
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         with storing(path):
@@ -52,9 +44,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
     """Write tensors in safetensors' format as `write_whole` does.
 
     Args:
-        path: Where they are to be.
         tensors: By name. No two may share memory.
-        about: Words about them, for the file's own header.
     """
     from safetensors.torch import save
 

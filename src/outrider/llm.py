@@ -143,17 +143,17 @@ class LLM:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the target is the one that comes with the package."""
+        """Tells whether the target is the one that comes with the package."""
         return self._plan.embedded
 
     @property
     def engine(self) -> Engine:
-        """What drives requests, in a thread of its own. Whoever drives it by hand does so while it has no work."""
+        """Returns what drives requests, in a thread of its own. Whoever drives it by hand does so while it has no work."""
         return self._thread.engine
 
     @property
     def identity(self) -> Identity:
-        """What a profile of this LLM holds for: its model, its weights' type and its machine."""
+        """Returns what a profile of this LLM holds for: its model, its weights' type and its machine."""
         return self.between_steps(lambda engine: Identity.of(engine.runner, self._plan.model))
 
     @property
@@ -168,12 +168,12 @@ class LLM:
 
     @property
     def health(self) -> Health:
-        """How the engine has fared since the start."""
+        """Returns how the engine has fared since the start."""
         return self._thread.health
 
     @property
     def busy_seconds(self) -> float:
-        """How long the engine has been at work on one step, or one command, so far; 0 while it rests."""
+        """Returns how long the engine has been at work on one step, or one command, so far; 0 while it rests."""
         return self._thread.busy_seconds
 
     @property
@@ -331,7 +331,7 @@ class LLM:
         self._thread.drop(request)
 
     def between_steps(self, function: Callable[[Engine], T]) -> T:
-        """What a function finds out about the engine while it rests between two steps; raises what it raises."""
+        """Returns what a function finds out about the engine while it rests between two steps; raises what it raises."""
         return self._thread.call(lambda: function(self._thread.engine))
 
     # -- inside --------------------------------------------------------------------------------------------------------

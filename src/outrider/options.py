@@ -172,12 +172,7 @@ def refuse_settings(given: Mapping[str, Any]) -> None:
 
 
 def refuse_keywords(method: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise InvalidParameterError for the first of these that `method` does not take, and show the call that is right.
-
-    Args:
-        method: LLM.generate or one like it, bound: its first parameter is what to write about.
-        given: Names and values.
-    """
+    """Raise InvalidParameterError for the first of these that `method` does not take, and show the call that is right."""
     known = tuple(signature(method).parameters)
     if given.keys() <= set(known):
         return
@@ -233,11 +228,7 @@ def check_namespace(namespace: Any) -> None:
 
 
 def spread(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each of `count` prompts: the value itself repeated, or a list of the right length.
-
-    Raises:
-        InvalidParameterError: A list of another length.
-    """
+    """One value for each of `count` prompts: the value itself repeated, or a list of the right length."""
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:

@@ -71,7 +71,7 @@ Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValid
 
 
 class StructuredOutputs(Frozen):
-    """What the output must look like; exactly one field. Needs the extra `grammar` and a tokenizer.
+    """Says what the output must look like; exactly one field. Needs the extra `grammar` and a tokenizer.
 
     Attributes:
         json_schema: A JSON schema, as a dict or as JSON text.
@@ -118,7 +118,7 @@ class StructuredOutputs(Frozen):
 
 
 class SamplingParams(Frozen):
-    """How to choose tokens and when to stop; names and meanings follow vLLM and transformers.
+    """Says how to choose tokens and when to stop; names and meanings follow vLLM and transformers.
 
     Each token's logits pass, in this order: logit_bias; repetition, frequency and presence penalties; logits_processors;
     what is forbidden (allowed_token_ids, bad_words, min_tokens, structured_outputs); then temperature, top_k, top_p, min_p,
@@ -237,17 +237,17 @@ class SamplingParams(Frozen):
 
     @property
     def greedy(self) -> bool:
-        """Whether the target's choice is certain, so that no random number is needed."""
+        """Tells whether the target's choice is certain, so that no random number is needed."""
         return self.temperature == 0.0
 
     @property
     def penalises(self) -> bool:
-        """Whether the logits of a token depend on how often it was written before."""
+        """Tells whether the logits of a token depend on how often it was written before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class TokenOrigin(StrEnum):
-    """How a token came to be committed."""
+    """Says how a token came to be committed."""
 
     PLAIN = "plain"  # sampled by the target with no draft to check
     ACCEPTED = "accepted"  # a draft token that the target let stand
@@ -257,7 +257,7 @@ class TokenOrigin(StrEnum):
 
 @dataclass(frozen=True)
 class Logprob:
-    """How likely a token was.
+    """Says how likely a token was.
 
     Attributes:
         logprob: Natural logarithm of its probability; minus infinity where processing ruled it out.
@@ -354,7 +354,7 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """What one engine step added to a stream.
+    """Says what one engine step added to a stream.
 
     Attributes:
         index: Sample index.

@@ -71,7 +71,7 @@ def unpatch(model: M) -> M:
 
 
 def is_patched(model: object) -> bool:
-    """Whether a model's `generate` is ours."""
+    """Tells whether a model's `generate` is ours."""
     return isinstance(getattr(model, "__dict__", {}).get("generate"), SpeculativeGenerate)
 
 
@@ -80,10 +80,6 @@ class SpeculativeGenerate:
 
     Attributes:
         llm: Who writes.
-
-    Args:
-        stock: The model's own `generate`.
-        llm: Built on this model.
     """
 
     def __init__(self, stock: Any, llm: LLM) -> None:
@@ -93,16 +89,12 @@ class SpeculativeGenerate:
         update_wrapper(self, stock)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As GenerationMixin.generate of transformers.
+        """Writes as GenerationMixin.generate of transformers does.
 
         Returns:
             Token ids [rows, columns], padded on the right behind texts that ended early; or transformers' output with these
             `sequences`, where return_dict_in_generate asks for one. Prompts are included, but for those that an encoder
             reads; then texts begin with the decoder's start token.
-
-        Raises:
-            InputError: An argument is not served, or out of range.
-            OutriderError: A text could not be written.
         """
         given = signature(self._stock).bind(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
@@ -152,11 +144,7 @@ class SpeculativeGenerate:
         return kind(sequences=sequences)
 
     def _forced(self, input_ids: torch.Tensor, config: GenerationConfig) -> tuple[int, ...]:
-        """The tokens that the engine puts behind the decoder's start token, since the checkpoint forces them.
-
-        Raises:
-            UnsupportedParameterError: The call begins its texts in another way than the checkpoint.
-        """
+        """The tokens that the engine puts behind the decoder's start token, since the checkpoint forces them."""
         start, *forced = self._text_start or (None,)
         if start is not None and (input_ids != start).any():
             found = sorted(set(input_ids[:, 0].tolist()))
@@ -253,17 +241,7 @@ _INPUTS = {"input_ids", "attention_mask", "tokenizer", "trust_remote_code", "use
 
 
 def check_arguments(given: Mapping[str, Any], own_config: GenerationConfig, model_config: Any) -> None:
-    """Refuse what a call asks for and is not served, before transformers prepares anything.
-
-    Args:
-        given: The call's arguments by name.
-        own_config: The model's, which holds where the call says nothing.
-        model_config: The model's own, which says what types of tokens mean.
-
-    Raises:
-        UnsupportedParameterError: An argument or a setting is not served.
-        InvalidParameterError: A processor repeats a setting.
-    """
+    """Refuse what a call asks for and is not served, before transformers prepares anything."""
     for name, reason in _ARGUMENTS.items():
         if given.get(name) not in (None, False):
             raise UnsupportedParameterError(name, given[name], reason, _LEAVE)
@@ -282,8 +260,8 @@ def check_arguments(given: Mapping[str, Any], own_config: GenerationConfig, mode
 
 
 def _marks_no_picture(name: str, value: Any, model_config: Any) -> bool:
-    """Whether these are types of tokens that say that all of them are text. GPT-2 and others add an embedding of each type,
-    also of type 0, to the token's."""
+    """Tells whether these are types of tokens that say that all of them are text. GPT-2 and others add an embedding of each
+    type, also of type 0, to the token's."""
     if name == "token_type_ids" and not str(model_config.model_type).startswith(_TYPES_ARE_PICTURES):
         return False
     return name in ("token_type_ids", "mm_token_type_ids") and isinstance(value, torch.Tensor) and not value.any()
@@ -291,11 +269,7 @@ def _marks_no_picture(name: str, value: Any, model_config: Any) -> bool:
 
 def in_place_of_states(given: Mapping[str, Any]) -> BaseModelOutput:
     """The sources of a call, where transformers expects what the encoder makes of them. It repeats them for each text that
-    is asked for, and does not run the encoder, which our engine does.
-
-    Raises:
-        InvalidPromptError: There is none.
-    """
+    is asked for, and does not run the encoder, which our engine does."""
     source = next((given[name] for name in ("inputs", "input_ids") if given.get(name) is not None), None)
     if not isinstance(source, torch.Tensor) or source.ndim != 2:
         remedy = "Give token ids [rows, columns], as a tokenizer with return_tensors='pt' makes them."
@@ -304,14 +278,10 @@ def in_place_of_states(given: Mapping[str, Any]) -> BaseModelOutput:
 
 
 def sources(encoder_outputs: BaseModelOutput, mask: torch.Tensor | None) -> list[list[int]]:
-    """What the encoder reads, row by row, without padding.
+    """Returns what the encoder reads, row by row, without padding.
 
     Args:
-        encoder_outputs: Of in_place_of_states, repeated by transformers.
         mask: [rows, columns] 0 where there is padding; None where there is none.
-
-    Raises:
-        InvalidPromptError: A row is padded elsewhere than on the right, or is nothing but padding.
     """
     found = encoder_outputs.last_hidden_state[..., 0]
     for place, seen in enumerate([] if mask is None else mask.bool()):
@@ -347,9 +317,6 @@ def split_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[tuple
     Args:
         input_ids: [rows, columns], padded on the left.
         mask: The same shape: 0 where there is padding; None where there is none.
-
-    Raises:
-        InvalidPromptError: A row is padded elsewhere, or is nothing but padding.
     """
     if mask is None:
         return [(row[:0], row.tolist()) for row in input_ids]
@@ -374,14 +341,7 @@ def params_of(
     """The parameters of one text.
 
     Args:
-        config: As transformers has prepared it.
         columns: Tokens of a padded prompt.
-        processors: All of them, as transformers has prepared them.
-        padding: Token ids in front of the prompt, which processors see as with transformers.
-        seeded: Whether a drawn text is seeded by torch's generator, so that torch.manual_seed repeats it.
-
-    Raises:
-        InputError: A value is out of range.
     """
     ends = getattr(config, "_eos_token_tensor", None)
     drawn = {

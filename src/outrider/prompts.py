@@ -55,15 +55,7 @@ class PromptEncoder:
             self._lock = nullcontext()
 
     def encode(self, prompt: Any, *, add_special_tokens: bool = True) -> Encoded:
-        """A prompt in any form.
-
-        Args:
-            prompt: A text, token ids, or either in a dict.
-            add_special_tokens: Whether a text gets the tokens that the tokenizer puts around texts.
-
-        Raises:
-            InvalidPromptError: It is none, it is empty, it is far too long, or it cannot be encoded.
-        """
+        """A prompt in any form."""
         content = read_prompt(prompt)
         if not isinstance(content, str):
             return None, content
@@ -73,20 +65,12 @@ class PromptEncoder:
             return content, encode_text(self.tokenizer, content, add_special_tokens=add_special_tokens)
 
     def encode_prediction(self, prediction: Any) -> tuple[int, ...]:
-        """What a caller expects an output to be: a text, token ids, or None for nothing.
-
-        Raises:
-            InvalidPromptError: It is none of these, it is far too long, or it cannot be encoded.
-        """
+        """Returns what a caller expects an output to be: a text, token ids, or None for nothing."""
         return self._encode_continuation("prediction", prediction)
 
     def encode_decoder_prompt(self, decoder_prompt: Any, text_start: tuple[int, ...]) -> tuple[int, ...]:
-        """What a decoder goes on from, where an encoder reads the prompt: a text, which gets the tokens that every text
-        begins with, or token ids, which are taken as they are; empty for None.
-
-        Raises:
-            InvalidPromptError: It is none of these, it is far too long, or it cannot be encoded.
-        """
+        """Returns what a decoder goes on from, where an encoder reads the prompt: a text, which gets the tokens that every
+        text begins with, or token ids, which are taken as they are; empty for None."""
         tokens = self._encode_continuation("decoder_prompt", decoder_prompt)
         return (*text_start, *tokens) if tokens and isinstance(decoder_prompt, str) else tokens
 
@@ -104,17 +88,7 @@ class PromptEncoder:
             return encode_text(self.tokenizer, given, field=field, add_special_tokens=False)
 
     def encode_conversation(self, messages: Any, *, tools: Any | None = None, **settings: Any) -> Encoded:
-        """A conversation through the tokenizer's chat template, with the turn handed to the model.
-
-        Args:
-            messages: The conversation, in OpenAI's form.
-            tools: Descriptions of functions that the model may call, for templates that know them.
-            settings: What else the template knows.
-
-        Raises:
-            InvalidParameterError: There is no tokenizer, or it has no chat template.
-            InvalidPromptError: The template refuses the messages, they are far too long, or they are none.
-        """
+        """A conversation through the tokenizer's chat template, with the turn handed to the model."""
         self.check_template()
         assert self.tokenizer is not None, "it has a template"
         conversation = read_conversation(messages, template_of(self.tokenizer, tools=bool(tools)))
@@ -245,11 +219,7 @@ _DICT_REMEDY = "Give {'prompt': text} or {'prompt_token_ids': token ids}."
 
 
 def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts one by one, and whether it is a single one that stands in no list. None of them is checked yet.
-
-    Raises:
-        InvalidPromptError: It is neither a prompt nor a list of prompts.
-    """
+    """The prompts one by one, and whether it is a single one that stands in no list. None of them is checked yet."""
     if isinstance(prompts, str | Mapping | torch.Tensor | np.ndarray) or _is_list_of_numbers(prompts):
         return [prompts], True
     if not isinstance(prompts, Iterable) or isinstance(prompts, _BYTES):
@@ -263,11 +233,7 @@ def split_prompts(prompts: Any) -> tuple[list[Any], bool]:
 
 
 def read_prompt(prompt: Any) -> str | tuple[int, ...]:
-    """The text, or the token ids, that a prompt holds.
-
-    Raises:
-        InvalidPromptError: It is none.
-    """
+    """The text, or the token ids, that a prompt holds."""
     if isinstance(prompt, Mapping):
         return _read_dict(prompt)
     if isinstance(prompt, str):
@@ -283,12 +249,6 @@ def encode_text(tokenizer: Any, text: str, *, field: str = "prompt", add_special
 
     Args:
         tokenizer: That of the model. None where it has none.
-        text: The prompt.
-        field: What to call it in errors.
-        add_special_tokens: Whether it gets the tokens that the tokenizer puts around texts.
-
-    Raises:
-        InvalidPromptError: The text is empty or not valid Unicode, or there is no tokenizer.
     """
     if tokenizer is None:
         raise InvalidPromptError(field, text, "the model has no tokenizer", "Give a list of token ids.")
@@ -335,7 +295,7 @@ def _check_array(array: torch.Tensor | np.ndarray) -> None:
 
 
 def _is_whole(array: torch.Tensor | np.ndarray) -> bool:
-    """Whether its numbers are integers."""
+    """Tells whether its numbers are integers."""
     if isinstance(array, np.ndarray):
         return array.dtype.kind in "iu"
     return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)

@@ -26,22 +26,16 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt in the target's tokens.
+    """A prompt in the target's tokens."""
 
-    Attributes:
-        where: File and line, for errors.
-        token_ids: Its tokens.
-        digest: [DIGEST_BYTES] of its tokens: equal prompts are one.
-        group: [DIGEST_BYTES] of what decides whether it is held out: of itself, or of the conversation that it belongs to.
-    """
-
-    where: str
-    token_ids: tuple[int, ...]
-    digest: bytes
+    where: str  # file and line, for errors
+    token_ids: tuple[int, ...]  # its tokens
+    digest: bytes  # [DIGEST_BYTES] of its tokens: equal prompts are one
+    # [DIGEST_BYTES] of what decides whether it is held out: of itself, or of the conversation that it belongs to.
     group: bytes
 
     def held_out(self, share: float) -> bool:
-        """Whether it belongs to the share that is never trained on. More prompts do not change it."""
+        """Tells whether it belongs to the share that is never trained on. More prompts do not change it."""
         # The last bytes, since the first ones decide the order in which prompts are taken.
         return int.from_bytes(self.group[-8:], "big") < share * 2**64
 
@@ -50,8 +44,6 @@ def prompt_of(where: str, tokens: Sequence[int], group: Sequence[int]) -> Encode
     """A prompt of these tokens.
 
     Args:
-        where: Where it stands, for errors.
-        tokens: Its tokens.
         group: Numbers that it shares with the prompts that stand on its side of the split; its tokens where it is alone.
     """
     return EncodedPrompt(where, tuple(tokens), _digest(tokens), _digest(group))
@@ -66,23 +58,15 @@ def _digest(tokens: Sequence[int]) -> bytes:
 
 @dataclass(frozen=True)
 class Record:
-    """One text.
+    """One text."""
 
-    Attributes:
-        digest: [DIGEST_BYTES] of its prompt.
-        sample: Which text of this prompt it is.
-        held_out: Whether it is never trained on.
-        num_prompt_tokens: How many of its tokens are the prompt.
-        token_ids: [num_tokens] prompt first.
-        rows: What was kept of the target's passes, [num_tokens - 1, ...] by name: row i was computed at token i and speaks
-            of token i + 1. The last token's row is never computed.
-    """
-
-    digest: bytes
-    sample: int
-    held_out: bool
-    num_prompt_tokens: int
-    token_ids: Tensor
+    digest: bytes  # [DIGEST_BYTES] of its prompt
+    sample: int  # which text of this prompt it is
+    held_out: bool  # whether it is never trained on
+    num_prompt_tokens: int  # how many of its tokens are the prompt
+    token_ids: Tensor  # [num_tokens] prompt first
+    # What was kept of the target's passes, [num_tokens - 1, ...] by name: row i was computed at token i and speaks of token
+    # i + 1. The last token's row is never computed.
     rows: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -96,11 +80,7 @@ TOP_TOKENS, TOP_LOGITS = "top_tokens", "top_logits"
 
 
 def write_shard(folder: Path, name: str, records: Sequence[Record]) -> Shard:
-    """Write records to a file that is there as a whole or not at all; returns what the manifest says of it.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Write records to a file that is there as a whole or not at all; returns what the manifest says of it."""
     lengths = torch.tensor([len(record.token_ids) for record in records])
     tensors = {
         "token_ids": torch.cat([record.token_ids for record in records]).to(torch.int32),
@@ -117,11 +97,7 @@ def write_shard(folder: Path, name: str, records: Sequence[Record]) -> Shard:
 
 
 def read_records(folder: Path, manifest: Manifest, *, rows: Sequence[str] = ()) -> list[Record]:
-    """Every record that the manifest names, with the rows of these names.
-
-    Raises:
-        InvalidParameterError: A file is missing or damaged, or does not hold what the manifest says.
-    """
+    """Every record that the manifest names, with the rows of these names."""
     return [record for shard in manifest.shards for record in _read_shard(folder, shard, rows)]
 
 
@@ -179,7 +155,7 @@ def _as_layers(value: Any) -> Any:
 
 
 class DataSettings(Frozen):
-    """How the target writes the data."""
+    """Says how the target writes the data."""
 
     #: Most tokens that it writes behind a prompt. With 0 it writes none, and the prompts are the data.
     max_tokens: int = Field(128, ge=0, description="Use 0 or more.")
@@ -202,68 +178,41 @@ class DataSettings(Frozen):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether anything is kept of the target's passes."""
+        """Tells whether anything is kept of the target's passes."""
         return bool(self.hidden_states or self.target_top_k)
 
     def most_bytes(self, num_prompt_tokens: int, target: TargetFacts, itemsize: int) -> int:
-        """Bytes of a text that is as long as it may be, and of what is kept of the target's passes.
-
-        Args:
-            num_prompt_tokens: Tokens of its prompt.
-            target: Who writes.
-            itemsize: Bytes of a number of its hidden states.
-        """
+        """Bytes of a text that is as long as it may be, and of what is kept of the target's passes."""
         num_tokens = num_prompt_tokens + self.max_tokens
         row = len(self.hidden_states) * target.hidden_size * itemsize + self.target_top_k * _BYTES_OF_TOP
         return _BYTES_OF_TEXT + num_tokens * _BYTES_OF_TOKEN + (num_tokens - 1) * row
 
 
 class TargetFacts(JsonRecord):
-    """The model that wrote the data.
+    """The model that wrote the data."""
 
-    Attributes:
-        name: Folder or hub id.
-        vocab_size: Width of its logits.
-        hidden_size: Width of its hidden states.
-        num_layers: Decoder layers.
-    """
-
-    name: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
+    name: str  # folder or hub id
+    vocab_size: int  # width of its logits
+    hidden_size: int  # width of its hidden states
+    num_layers: int  # decoder layers
 
 
 class Shard(JsonRecord):
-    """A file of records.
+    """A file of records."""
 
-    Attributes:
-        file: Its name in the folder.
-        num_records: Texts in it.
-        num_tokens: Their tokens, prompts included.
-        num_held_out: How many of the texts are held out.
-    """
-
-    file: str
-    num_records: int
-    num_tokens: int
-    num_held_out: int
+    file: str  # its name in the folder
+    num_records: int  # texts in it
+    num_tokens: int  # their tokens, prompts included
+    num_held_out: int  # how many of the texts are held out
 
 
 class Manifest(JsonRecord):
-    """The contents of a folder of data. What it does not name does not count, whatever files there are.
+    """The contents of a folder of data. What it does not name does not count, whatever files there are."""
 
-    Attributes:
-        version: Of the format.
-        target: Who wrote.
-        settings: How.
-        shards: The files, in the order in which they were written.
-    """
-
-    version: int = Field(1, ge=1, le=1, description="This release reads version 1.")
-    target: TargetFacts
-    settings: DataSettings
-    shards: tuple[Shard, ...] = ()
+    version: int = Field(1, ge=1, le=1, description="This release reads version 1.")  # of the format
+    target: TargetFacts  # who wrote
+    settings: DataSettings  # how
+    shards: tuple[Shard, ...] = ()  # the files, in the order in which they were written
 
     @property
     def num_records(self) -> int:
@@ -287,11 +236,7 @@ class Manifest(JsonRecord):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder.
-
-    Raises:
-        InvalidParameterError: There is none, or it cannot be read.
-    """
+    """The manifest of a folder."""
     try:
         return Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except OSError:
@@ -303,12 +248,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_manifest(folder: Path, target: TargetFacts, settings: DataSettings) -> Manifest:
-    """The manifest of data that is made, or goes on to be made, by this target with these settings.
-
-    Raises:
-        ContradictionError: The folder holds data that were made otherwise.
-        InvalidParameterError: Its manifest cannot be read.
-    """
+    """The manifest of data that is made, or goes on to be made, by this target with these settings."""
     if not (folder / MANIFEST).exists():
         return Manifest(target=target, settings=settings)
     found = read_manifest(folder)
@@ -328,7 +268,7 @@ _REMEDY = "Use the target that wrote the data, or another folder."
 
 
 def target_facts(loaded: LoadedModel) -> TargetFacts:
-    """What data say of the target that writes them."""
+    """Returns what data say of the target that writes them."""
     config = loaded.model.config.get_text_config(decoder=True)
     return TargetFacts(
         name=loaded.name,
@@ -339,20 +279,14 @@ def target_facts(loaded: LoadedModel) -> TargetFacts:
 
 
 def target_witness(target: Target) -> Witness:
-    """What the final norm leaves of a fixed text; for an engine that rests."""
+    """Returns what the final norm leaves of a fixed text; for an engine that rests."""
     tokens = witness_tokens(target.vocab_size)
     out = target.run_apart(tokens.tolist(), aux_layers=(target.num_layers,))
     return Witness(tokens, out.aux_hidden_states[target.num_layers].float().cpu())
 
 
 def keep_witness(folder: Path, manifest: Manifest, witness: Witness) -> None:
-    """Write the witness of data that begin; see that data which are there were written by the same target.
-
-    Raises:
-        ContradictionError: Another target wrote them.
-        InvalidParameterError: The witness in the folder cannot be read.
-        StorageError: The folder takes no file.
-    """
+    """Write the witness of data that begin; see that data which are there were written by the same target."""
     if (folder / WITNESS).exists():
         check_witness(folder, manifest.target.name, lambda _: witness.features)
     elif not manifest.shards:
@@ -363,13 +297,7 @@ def check_witness(folder: Path, name: str, states: Callable[[Tensor], Tensor]) -
     """See that a target is the one that wrote the data, as far as the folder holds a witness of it.
 
     Args:
-        folder: Of the data.
-        name: Of the target, to show.
         states: What its final norm leaves [num_tokens, hidden_size] of tokens [num_tokens].
-
-    Raises:
-        ContradictionError: It is another one.
-        InvalidParameterError: The witness cannot be read.
     """
     if not (folder / WITNESS).exists():
         return

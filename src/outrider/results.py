@@ -131,7 +131,7 @@ class RequestStats:
         return {**asdict(self), **rates}
 
     def copy(self) -> RequestStats:
-        """The same counts, which further ones do not change."""
+        """Returns the same counts, which further ones do not change."""
         return deepcopy(self)
 
 
@@ -157,88 +157,56 @@ def _count(positions: list[int], length: int) -> None:
 
 @dataclass(frozen=True)
 class CoinToss:
-    """A coin of an acceptance rule.
+    """A coin of an acceptance rule."""
 
-    Attributes:
-        node: The draft token that it was about.
-        probability: With which it was to fall for the token.
-        stands: How it fell.
-        member: Whose draw of that token it was about, as in `DrawTrace`.
-    """
-
-    node: int
-    probability: float
-    stands: bool
-    member: int
+    node: int  # the draft token that it was about
+    probability: float  # with which it was to fall for the token
+    stands: bool  # how it fell
+    member: int  # whose draw of that token it was about, as in `DrawTrace`
 
 
 @dataclass(frozen=True)
 class DraftedBy:
-    """A method's share of a draft.
+    """A method's share of a draft."""
 
-    Attributes:
-        method: Its name.
-        first: Its first draw in `RoundTrace.draws`.
-        end: One behind its last.
-    """
-
-    method: str
-    first: int
-    end: int
+    method: str  # its name
+    first: int  # its first draw in `RoundTrace.draws`
+    end: int  # one behind its last
 
 
 @dataclass(frozen=True)
 class DrawTrace:
     """One proposal of a draft token. Two methods that propose the same token after the same text share the draft token, and
-    each has a draw of its own.
+    each has a draw of its own."""
 
-    Attributes:
-        node: The draft token.
-        member: Who proposed it: the methods of a draft are numbered in the order in which they drafted.
-        law: How it was chosen.
-        draft_prob: Probability that it was drawn with; None where it was not drawn.
-    """
-
-    node: int
-    member: int
-    law: str
-    draft_prob: float | None
+    node: int  # the draft token
+    member: int  # who proposed it: the methods of a draft are numbered in the order in which they drafted
+    law: str  # how it was chosen
+    draft_prob: float | None  # probability that it was drawn with; None where it was not drawn
 
 
 @dataclass(frozen=True)
 class Likely:
-    """A token that a model held likely, or that was drafted or written.
+    """A token that a model held likely, or that was drafted or written."""
 
-    Attributes:
-        token_id: The token.
-        text: How it reads by itself; None without a tokenizer.
-        target: The target's probability, after all parameters.
-        draft: The probability under which the draft was drawn; None where it was not drawn.
-        residual: Its probability in what the target still owed when a token was drawn here, after a refusal; None where no
-            token was drawn so.
-    """
-
-    token_id: int
-    text: str | None
-    target: float
-    draft: float | None
+    token_id: int  # the token
+    text: str | None  # how it reads by itself; None without a tokenizer
+    target: float  # the target's probability, after all parameters
+    draft: float | None  # the probability under which the draft was drawn; None where it was not drawn
+    # Its probability in what the target still owed when a token was drawn here, after a refusal; None where no token was
+    # drawn so.
     residual: float | None
 
 
 @dataclass(frozen=True)
 class RowTrace:
-    """What could have come after one token of a round.
+    """Holds what could have come after one token of a round."""
 
-    Attributes:
-        node: The draft token that it follows; -1 is the last committed token.
-        likely: The likeliest tokens of either model, and those that were drafted or written here; the target's likeliest
-            first.
-        overlap: The mass that both models share, which is the chance that a token drawn from the draft stands by itself
-            (Leviathan et al. 2023); None where nothing was drawn.
-    """
-
-    node: int
+    node: int  # the draft token that it follows; -1 is the last committed token
+    # The likeliest tokens of either model, and those that were drafted or written here; the target's likeliest first.
     likely: tuple[Likely, ...]
+    # The mass that both models share, which is the chance that a token drawn from the draft stands by itself (Leviathan et
+    # al. 2023); None where nothing was drawn.
     overlap: float | None
 
 

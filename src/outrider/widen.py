@@ -41,21 +41,12 @@ def cache_folder() -> Path:
 
 
 def wide_target(dtype: str) -> str:
-    """The folder of the wide copy of the embedded target. The copy is made when it is first asked for.
-
-    Args:
-        dtype: The name of the dtype in torch, without "torch.".
-    """
+    """The folder of the wide copy of the embedded target. The copy is made when it is first asked for."""
     return wide_copy(default_model("target"), dtype)
 
 
 def wide_copy(checkpoint: str, dtype: str) -> str:
-    """The folder of the wide copy of a checkpoint. The copy is made when it is first asked for.
-
-    Args:
-        checkpoint: The folder of the checkpoint, as `widen` takes it.
-        dtype: The name of the dtype in torch, without "torch.".
-    """
+    """The folder of the wide copy of a checkpoint. The copy is made when it is first asked for."""
     source = Path(checkpoint)
     folder = cache_folder() / f"wide-{dtype}-{_digest(source)}"
     if not folder.exists():
@@ -74,10 +65,6 @@ def stretched(folder: str, positions: int) -> str:
 
     The weights are the same files. Beyond the positions that the model was trained for, the rotary angles simply go on. So
     the text there is worth nothing, and only the time of a pass counts.
-
-    Args:
-        folder: The folder of the checkpoint, as `wide_target` made it.
-        positions: The positions of the copy.
     """
     source, copy = Path(folder), Path(f"{folder}-{positions}")
     if not copy.exists():
@@ -104,14 +91,7 @@ def _digest(source: Path) -> str:
 
 
 def widen(source: str, target: str, hidden: int, ffn: int, dtype: torch.dtype) -> int:
-    """Write the wide copy of `source` to `target`. Returns its number of parameters.
-
-    Args:
-        source, target: The folders.
-        hidden: The factor for the hidden size and the heads.
-        ffn: The factor for the feed-forward units.
-        dtype: The type of the copy's weights.
-    """
+    """Write the wide copy of `source` to `target`. Returns its number of parameters."""
     from transformers import AutoTokenizer
 
     wide = wide_module(source, hidden, ffn, dtype).to(dtype)
@@ -131,8 +111,6 @@ def wide_module(
     """The wide copy of `source`, made in the memory of a device.
 
     Args:
-        source, hidden, ffn, dtype: As for `widen`.
-        device: Where it lies.
         layers: The number of its layers. Those behind the layers of `source` add zeros to the hidden state: they take time
             and change nothing. None adds no layers.
     """
@@ -181,19 +159,13 @@ _GROWN = (
 
 @dataclass(frozen=True)
 class _Factors:
-    """How a checkpoint is widened.
+    """Says how a checkpoint is widened."""
 
-    Attributes:
-        hidden, ffn: The factors.
-        blocks: Rows of the queries, keys and values that a delta rule projects together.
-        norms_add_one: Whether norms multiply by 1 + w.
-        scales_outputs: Whether a T5 divides what enters its head by the root of the hidden size; None for other models.
-    """
-
-    hidden: int
-    ffn: int
-    blocks: tuple[int, ...]
-    norms_add_one: bool
+    hidden: int  # the factors
+    ffn: int  # the factors
+    blocks: tuple[int, ...]  # rows of the queries, keys and values that a delta rule projects together
+    norms_add_one: bool  # whether norms multiply by 1 + w
+    # Whether a T5 divides what enters its head by the root of the hidden size; None for other models.
     scales_outputs: bool | None = None
 
 
@@ -287,8 +259,6 @@ def grow(config: Any, hidden: int, ffn: int) -> None:
 
     Args:
         config: Of the source; changed in place.
-        hidden: The factor for the hidden size and the heads.
-        ffn: The factor for the feed-forward units.
     """
     config.d_model *= hidden
     config.num_heads *= hidden
@@ -296,14 +266,7 @@ def grow(config: Any, hidden: int, ffn: int) -> None:
 
 
 def tiled(name: str, w: Tensor, hidden: int, ffn: int, *, scales_outputs: bool) -> Tensor:
-    """One tensor of the copy.
-
-    Args:
-        name: Of the tensor.
-        w: That of the source.
-        hidden, ffn: The factors.
-        scales_outputs: Whether the model divides what enters its head by the root of the hidden size.
-    """
+    """One tensor of the copy."""
     part = name.removesuffix(".weight").rpartition(".")[2]
     if part in ("shared", "embed_tokens", "lm_head"):  # [vocab, hidden]
         return w.repeat(1, hidden)

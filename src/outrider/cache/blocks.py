@@ -22,9 +22,6 @@ class BlockManager:
     """Owns the blocks of one KV pool.
 
     Args:
-        num_blocks: Blocks in the pool.
-        block_size: Tokens a block.
-        prefix_caching: Whether freed published blocks stay findable until their memory is needed.
         states: Running states at the ends of published blocks; None for a model that has none. With them, a text begins
             behind a block with a state or at its first token.
     """
@@ -240,7 +237,6 @@ class KeptStates:
     """The states that blocks carry.
 
     Args:
-        capacity: Most states that there may be.
         spacing: Tokens between two states of a long text; a whole number of blocks.
     """
 

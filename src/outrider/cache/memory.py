@@ -22,7 +22,6 @@ class StateMemory:
     """Blocks and the tensors behind them.
 
     Args:
-        blocks: The blocks.
         long_rope_after: Tokens after which the model uses other rotary factors for the whole text; None for never.
         trial_source: The source of texts that try something out and bring none; None for a model without an encoder.
 
@@ -98,28 +97,20 @@ Recompute = Callable[[Sequence[int], Mapping[int, Tensor]], list[tuple[Tensor, T
 
 @dataclass(frozen=True)
 class AddedShape:
-    """What added layers keep.
+    """Holds what added layers keep."""
 
-    Attributes:
-        num_layers: How many there are.
-        num_heads: Key-value heads of each.
-        head_dim: Width of a head's keys, and of its values where nothing else is said.
-        feature_size: Width of what is kept beside each full block, for whoever goes on behind it; 0 for nothing.
-        value_dim: Width of a head's values; None for that of its keys.
-        draft_blocks: Whether there are blocks for rows of drafts, too, behind those of the texts and as many. They count as
-            nothing, since memory is taken as it is used and few drafts grow at a time.
-    """
-
-    num_layers: int
-    num_heads: int
-    head_dim: int
-    feature_size: int = 0
-    value_dim: int | None = None
+    num_layers: int  # how many there are
+    num_heads: int  # key-value heads of each
+    head_dim: int  # width of a head's keys, and of its values where nothing else is said
+    feature_size: int = 0  # width of what is kept beside each full block, for whoever goes on behind it; 0 for nothing
+    value_dim: int | None = None  # width of a head's values; None for that of its keys
+    # Whether there are blocks for rows of drafts, too, behind those of the texts and as many. They count as nothing, since
+    # memory is taken as it is used and few drafts grow at a time.
     draft_blocks: bool = False
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of a head's keys and of its values."""
+        """Returns the widths of a head's keys and of its values."""
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
     @property
@@ -142,16 +133,6 @@ class AddedLayers:
 
     The slot of token i may hold what token i and the target's feature of token i - 1 give. The feature of a block's last
     token is kept with the block, so that a text that begins with a block of another one can go on behind it.
-
-    Args:
-        number: Its id among the added layers.
-        shape: What is kept.
-        block_size: Tokens a block.
-        num_blocks: Of the memory.
-        dtype: Of what is kept.
-        device: Where it lies.
-        recompute: How it can be computed anew.
-        aux_layers: The hidden states that `recompute` reads.
 
     Attributes:
         block_size: Tokens a block.
@@ -189,15 +170,8 @@ class AddedLayers:
         """Store rows of a text.
 
         Args:
-            kv: The text's.
-            layer: Which of the added layers.
-            start: Slot of the first row, counted in tokens of the text.
             keys: [num_rows, num_heads, head_dim]
             values: [num_rows, num_heads, value_dim]
-
-        Raises:
-            InvalidParameterError: No such layer, or another shape.
-            ContradictionError: The rows lie further back than the last pass, or behind the blocks of the text.
         """
         self._check_layer(layer)
         for name, rows, dim in zip(("keys", "values"), (keys, values), self.shape.widths, strict=True):
@@ -208,11 +182,7 @@ class AddedLayers:
         self._pool.write(layer, keys, values, slots)
 
     def writable_slots(self, kv: KVView, start: int, count: int) -> list[int]:
-        """Where so many rows of a text lie from position `start` on, for whoever writes them there.
-
-        Raises:
-            ContradictionError: The rows lie further back than the last pass, or behind the blocks of the text.
-        """
+        """Returns where so many rows of a text lie from position `start` on, for whoever writes them there."""
         first, end = kv.writable
         if not first <= start <= start + count <= end:
             problem = f"{count} rows there are outside the slots from {first} to {end} that may be written now"
@@ -230,12 +200,7 @@ class AddedLayers:
                 store[target : target + count] = store[source : source + count]
 
     def read(self, kv: KVView, layer: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys [stop, num_heads, head_dim] and values [stop, num_heads, value_dim] of the first slots of a text.
-
-        Raises:
-            InvalidParameterError: No such layer.
-            ContradictionError: The text has no blocks for so many.
-        """
+        """Keys [stop, num_heads, head_dim] and values [stop, num_heads, value_dim] of the first slots of a text."""
         self._check_layer(layer)
         if not 0 <= stop <= kv.capacity:
             raise ContradictionError("stop", stop, f"the text has {kv.capacity} slots", "Read no further.")
@@ -245,13 +210,8 @@ class AddedLayers:
         """Say that the layers hold the first `stop` tokens of a text now.
 
         Args:
-            kv: The text's.
-            stop: Not more than the target has computed.
             features: [n, feature_size] of the last n tokens before `stop`, of all that are new at least; None where no
                 features are kept.
-
-        Raises:
-            ContradictionError: The target has computed less, or features are missing.
         """
         filled = self.num_filled(kv)
         if not filled <= stop <= kv.end:

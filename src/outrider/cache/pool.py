@@ -23,9 +23,6 @@ class KVPool:
 
     Layers come to be on their first write, with the shapes of the tensors that the model hands over: under tensor
     parallelism, latent attention or mixed head sizes the configuration would be wrong.
-
-    Args:
-        num_slots: Tokens the pool holds.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -41,7 +38,6 @@ class KVPool:
         """Store the KV of new rows; returns the layer's memory, see `memory`.
 
         Args:
-            layer: Layer index.
             keys: [num_rows, num_kv_heads, head_dim]
             values: [num_rows, num_kv_heads, value_dim]
             slot_mapping: [num_rows] slot of each row.
@@ -91,7 +87,7 @@ class KVPool:
 
 
 class StateKind(StrEnum):
-    """What a layer keeps of a text between two passes."""
+    """Holds what a layer keeps of a text between two passes."""
 
     KEYS_AND_VALUES = "keys and values"  # of every token, in a slot of its own
     RUNNING = "running state"  # one for the whole text, which every token changes
@@ -101,33 +97,24 @@ class StateKind(StrEnum):
 
 @dataclass(frozen=True)
 class LayerReach:
-    """How far back a layer's attention looks.
+    """Says how far back a layer's attention looks."""
 
-    Attributes:
-        window: Sliding window in tokens, the row itself included; None for no window.
-        chunk: Chunked attention: rows see only positions of their own chunk of so many tokens; None for no chunks.
-    """
-
-    window: int | None = None
+    window: int | None = None  # sliding window in tokens, the row itself included; None for no window
+    # Chunked attention: rows see only positions of their own chunk of so many tokens; None for no chunks.
     chunk: int | None = None
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer.
+    """One layer."""
 
-    Attributes:
-        type_name: transformers' name for its type.
-        keeps: What it keeps. A layer that attends beside a running state keeps several things.
-        reach: How far its attention looks.
-    """
-
-    type_name: str
+    type_name: str  # transformers' name for its type
+    # What it keeps. A layer that attends beside a running state keeps several things.
     keeps: frozenset[StateKind] = frozenset({StateKind.KEYS_AND_VALUES})
-    reach: LayerReach = LayerReach()
+    reach: LayerReach = LayerReach()  # how far its attention looks
 
     @property
     def forgets_rows(self) -> bool:
-        """Whether rejected rows leave nothing behind. This is so where every token has a slot: then drafts may be trees of
-        any size, and a text may begin with the slots of another text that begins alike."""
+        """Tells whether rejected rows leave nothing behind. This is so where every token has a slot: then drafts may be
+        trees of any size, and a text may begin with the slots of another text that begins alike."""
         return self.keeps <= {StateKind.KEYS_AND_VALUES, StateKind.SOURCE}

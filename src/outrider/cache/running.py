@@ -40,21 +40,15 @@ class Anchor:
 
 @dataclass(frozen=True)
 class CellRecord:
-    """What one cell keeps of one text.
+    """Holds what one cell keeps of one text."""
 
-    Attributes:
-        function: What advances the state.
-        anchors: Known states, by position.
-        tape_start: Position of the first row of the tape.
-        tape: [n, ...] each, inputs of the rows from there on. Row i stands for the token at tape_start + i, as a slot of
-            the memory of keys and values does: who writes there again replaces it.
-        passed: Known states at places that the last pass went past, until the prefix cache has taken them.
-    """
-
-    function: Advance
-    anchors: tuple[Anchor, ...]
-    tape_start: int
+    function: Advance  # what advances the state
+    anchors: tuple[Anchor, ...]  # known states, by position
+    tape_start: int  # position of the first row of the tape
+    # [n, ...] each, inputs of the rows from there on. Row i stands for the token at tape_start + i, as a slot of the memory
+    # of keys and values does: who writes there again replaces it.
     tape: tuple[Tensor, ...]
+    # Known states at places that the last pass went past, until the prefix cache has taken them.
     passed: tuple[Anchor, ...] = ()
 
     @property
@@ -68,11 +62,7 @@ class CellRecord:
         return sum(prod(kept.shape[1:]) * kept.element_size() for kept in self.tape)
 
     def state_at(self, position: int) -> Tensor:
-        """The state behind so many tokens.
-
-        Raises:
-            AssertionError: It can no longer be computed, or not yet.
-        """
+        """The state behind so many tokens."""
         anchor = max((a for a in self.anchors if a.position <= position), key=lambda a: a.position, default=None)
         assert anchor is not None, f"no state is kept from before position {position}"
         if anchor.position == position:
@@ -150,14 +140,14 @@ class RunningText:
                 self.records[cell] = replace(record, passed=())
 
     def moved_to(self, position: int) -> RunningText:
-        """The same states, as if they stood behind so many tokens; for a text that is arbitrary."""
+        """Returns the same states, as if they stood behind so many tokens; for a text that is arbitrary."""
         assert self.is_arbitrary, "the states of a text belong to its tokens"
         text = RunningText(is_arbitrary=True)
         text.records = {cell: record.moved_to(position) for cell, record in self.records.items()}
         return text
 
     def fork(self) -> RunningText:
-        """The same states for a second text that begins alike."""
+        """Returns the same states for a second text that begins alike."""
         twin = RunningText(is_arbitrary=self.is_arbitrary)
         twin.records = dict(self.records)
         return twin

@@ -20,22 +20,17 @@ if TYPE_CHECKING:
 
 
 class Memory(Protocol):
-    """The memory of one model, as states use it.
+    """The memory of one model, as states use it."""
 
-    Attributes:
-        blocks: Its blocks.
-        long_rope_after: Tokens after which the model uses other rotary factors for the whole text; None for never.
-    """
-
-    blocks: BlockManager
-    long_rope_after: int | None
+    blocks: BlockManager  # its blocks
+    long_rope_after: int | None  # tokens after which the model uses other rotary factors for the whole text; None for never
 
     def move(self, slots: Sequence[tuple[int, int]]) -> None:
         """Copy slots, (source, destination) each; all sources are read before any destination is written."""
 
 
 class SequenceState:
-    """What a model keeps of one text.
+    """Holds what a model keeps of one text.
 
     Attributes:
         memory: Where it lies.
@@ -54,9 +49,7 @@ class SequenceState:
         source: What its layers keep of the source that an encoder has read for it; None for a model without an encoder.
 
     Args:
-        memory: The model's.
         namespace: Whose text it is; blocks are shared within a namespace and never beyond it.
-        source: Of the text, of which nothing is kept yet.
     """
 
     def __init__(self, memory: Memory, namespace: str | None = None, source: SourceState | None = None) -> None:
@@ -107,13 +100,7 @@ class SequenceState:
         return None if limit is None or self.long_rope else limit - num_tokens
 
     def open(self, token_ids: Sequence[int], *, share: bool = True, needs: Set[int] = frozenset()) -> None:
-        """Begin with the longest published prefix of the text, at least one token short of it.
-
-        Args:
-            token_ids: The text.
-            share: Whether to look for one; without, everything is computed.
-            needs: Added layers that must hold it too.
-        """
+        """Begin with the longest published prefix of the text, at least one token short of it."""
         assert not self.block_table, "opened twice"
         if self.source is not None:
             self.source.open()
@@ -133,9 +120,7 @@ class SequenceState:
         factors loses everything.
 
         Args:
-            token_ids: The committed tokens.
             loose: Tokens behind these that later ones may still change; what they confirm stays ahead of the text.
-            needs: Added layers. What one of them lacks counts as not computed.
         """
         if self.enter_regime(len(token_ids)):
             self.open(token_ids, needs=needs)
@@ -182,7 +167,7 @@ class SequenceState:
         return True
 
     def fits(self, rows: int) -> bool:
-        """Whether there is memory for so many rows behind what is computed."""
+        """Tells whether there is memory for so many rows behind what is computed."""
         stop = self.end + rows
         needed = len(self._blocks.shared_from(self.block_table, self.end, stop))
         needed += 0 if self.source is None else self.source.missing_blocks
@@ -204,12 +189,7 @@ class SequenceState:
         return self._blocks.grow(self.block_table, stop)
 
     def commit(self, start: int, accepted_rows: Sequence[int]) -> None:
-        """Keep the rows of a pass that are part of the text, and nothing of the others.
-
-        Args:
-            start: Where row 0 was written: behind all that was computed.
-            accepted_rows: Rows that stand, in the order of their path. Afterwards the i-th lies at position start + i.
-        """
+        """Keep the rows of a pass that are part of the text, and nothing of the others."""
         assert start == self.num_computed, "rows are committed behind what is computed"
         self._line_up(start, accepted_rows)
         self.num_computed, self.writable_from = start + len(accepted_rows), start
@@ -230,7 +210,6 @@ class SequenceState:
         """Keep tokens that were computed behind the end and that the text has not confirmed.
 
         Args:
-            token_ids: The tokens.
             rows: Their rows behind the end, in the order of their path; None for the first ones.
         """
         if rows is not None:
@@ -301,7 +280,7 @@ class SequenceState:
             self.running.line_up(start, rows)
 
     def slot(self, position: int) -> int:
-        """Where the token at a position lies."""
+        """Returns where the token at a position lies."""
         block, offset = divmod(position, self._blocks.block_size)
         return self.block_table[block] * self._blocks.block_size + offset
 
@@ -311,11 +290,7 @@ class SequenceState:
 
 
 class KVView:
-    """A state to look at: what a proposer may know of the target's KV of a sequence.
-
-    Args:
-        state: The state; what is read here is always what it is at present.
-    """
+    """A state to look at: what a proposer may know of the target's KV of a sequence."""
 
     def __init__(self, state: SequenceState) -> None:
         self._state = state
@@ -338,12 +313,12 @@ class KVView:
 
     @property
     def running(self) -> RunningText:
-        """What layers with a running state keep of the text."""
+        """Returns what layers with a running state keep of the text."""
         return self._state.running
 
     @property
     def source(self) -> SourceState | None:
-        """What layers keep of the source of the text; None for a model without an encoder."""
+        """Returns what layers keep of the source of the text; None for a model without an encoder."""
         return self._state.source
 
     def places(self, start: int, stop: int) -> tuple[int, ...]:
@@ -357,7 +332,7 @@ class KVView:
 
     @property
     def long_rope(self) -> bool:
-        """Whether the KV was computed with the rotary factors of long texts."""
+        """Tells whether the KV was computed with the rotary factors of long texts."""
         return self._state.long_rope
 
     @property
@@ -374,11 +349,11 @@ class KVView:
         self._state.fill(number, stop)
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """Where the tokens from position `start` to `stop` lie."""
+        """Returns where the tokens from position `start` to `stop` lie."""
         return [self._state.slot(position) for position in range(start, stop)]
 
     def belongs_to(self, memory: Memory) -> bool:
-        """Whether the blocks are of this memory."""
+        """Tells whether the blocks are of this memory."""
         return self._state.memory is memory
 
 
@@ -395,7 +370,7 @@ _NOTHING = -1
 
 
 class SourceState:
-    """What a model keeps of one source, shared by the texts that were opened or forked with it.
+    """Holds what a model keeps of one source, shared by the texts that were opened or forked with it.
 
     Attributes:
         token_ids: The source, with at least one token.
@@ -404,8 +379,6 @@ class SourceState:
         is_computed: Whether all layers have them.
 
     Args:
-        blocks: Those of the model's memory.
-        token_ids: The source.
         namespace: Whose it is; blocks are shared within a namespace and never beyond it.
     """
 
@@ -421,7 +394,7 @@ class SourceState:
 
     @property
     def space(self) -> Hashable:
-        """Where its blocks are found: by whose it is, and by all of its tokens."""
+        """Returns where its blocks are found: by whose it is, and by all of its tokens."""
         return ("source", self._namespace, self.token_ids)
 
     @property
@@ -458,7 +431,7 @@ class SourceState:
             self._blocks.publish(self._rows, self.block_table, 0, self.space)
 
     def share(self) -> SourceState:
-        """The same source for a further text, which leaves it on its own."""
+        """Returns the same source for a further text, which leaves it on its own."""
         self._num_holders += 1
         return self
 

@@ -65,14 +65,10 @@ def chat(
 
 
 class Conversation:
-    """What is said, and how it goes on.
+    """Holds what is said, and how it goes on.
 
     Args:
-        llm: Who answers.
-        params: How.
         system: What it is told first; None for nothing.
-        console: Where answers are written.
-        notes: Where everything else is.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, console: Console, notes: Console) -> None:

@@ -42,7 +42,6 @@ def with_options(ahead: int | None = None, **defaults: Any) -> Callable[[Callabl
 
     Args:
         ahead: Options of each such parameter that come in its place, and the others behind all. None for all of them.
-        defaults: Of this command, where they are not the declared ones.
     """
     return partial(_Command, ahead, defaults)
 

@@ -211,12 +211,12 @@ def _batch(
 
 
 def _name(place: int, completion: CompletionOutput, params: SamplingParams) -> str:
-    """Of a text among several."""
+    """Returns the name of a text among several."""
     return f"prompt {place + 1}" + (f", sample {completion.index + 1}" if params.n > 1 else "")
 
 
 def _all_served(llm: LLM, params: SamplingParams, run: _Run, notes: Console) -> bool:
-    """Whether every prompt of a run was served with whole texts."""
+    """Tells whether every prompt of a run was served with whole texts."""
     several = len(run.outputs) > 1 or params.n > 1
     texts = {
         f"{_name(place, completion, params)}: " if several else "": completion
@@ -227,7 +227,7 @@ def _all_served(llm: LLM, params: SamplingParams, run: _Run, notes: Console) -> 
 
 
 def _all_whole(llm: LLM, params: SamplingParams, texts: Mapping[str, CompletionOutput], notes: Console) -> bool:
-    """Whether no structure was cut off; a warning for each that was, after the name of the text."""
+    """Tells whether no structure was cut off; a warning for each that was, after the name of the text."""
     from outrider.cli.render import is_incomplete, warning
 
     cut = {name: completion for name, completion in texts.items() if is_incomplete(llm, completion, params)}
@@ -334,7 +334,7 @@ def _samples(run: _Run) -> list[CompletionOutput]:
 def _identical(
     params: SamplingParams, plain: Sequence[CompletionOutput], drafted: Sequence[CompletionOutput]
 ) -> bool | None:
-    """Whether two runs wrote the same tokens; None where unseeded sampling promises no such thing."""
+    """Tells whether two runs wrote the same tokens; None where unseeded sampling promises no such thing."""
     if not params.greedy and params.seed is None:
         return None
     return [c.token_ids for c in plain] == [c.token_ids for c in drafted]
@@ -343,7 +343,7 @@ def _identical(
 def _show_sameness(
     notes: Console, llm: LLM, params: SamplingParams, plain: Sequence[CompletionOutput], drafted: Sequence[CompletionOutput]
 ) -> None:
-    """How many tokens are the same, or where the texts part and why."""
+    """Shows how many tokens are the same, or where the texts part and why."""
     pairs = [(one.token_ids, other.token_ids) for one, other in zip(plain, drafted, strict=False)]
     total, same = sum(max(map(len, pair)) for pair in pairs), sum(map(_common, pairs))
     if same == total:

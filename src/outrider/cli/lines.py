@@ -22,15 +22,10 @@ _PROMPT, _MORE = "> ", ". "
 
 @dataclass(frozen=True)
 class Typed:
-    """A message.
+    """A message."""
 
-    Attributes:
-        text: Without its quotes.
-        is_quoted: Whether it had some; then it is never a command.
-    """
-
-    text: str
-    is_quoted: bool = False
+    text: str  # without its quotes
+    is_quoted: bool = False  # whether it had some; then it is never a command
 
 
 #: Gives the next message, or None where nobody writes any more.
@@ -38,12 +33,7 @@ Reader = Callable[[], Typed | None]
 
 
 def reader(console: Console, notes: Console) -> Reader:
-    """What reads from this terminal, or from what is in its place.
-
-    Args:
-        console: Where the prompt is shown.
-        notes: Where hints are.
-    """
+    """Returns what reads from this terminal, or from what is in its place."""
     typed = sys.stdin.isatty()
     if typed and console.is_terminal and not console.is_dumb_terminal:
         with suppress(ImportError):
@@ -53,13 +43,8 @@ def reader(console: Console, notes: Console) -> Reader:
 
 
 def _read_lines(ask: Callable[[str], str], pasted: Callable[[], str], console: Console) -> Typed | None:
-    """A line, several that were pasted, or several between quotes. An interrupt, or the end of the input, ends everything.
-
-    Args:
-        ask: Reads a line behind a prompt.
-        pasted: What came with the line that was read last, behind its end.
-        console: Where the answer goes.
-    """
+    """A line, several that were pasted, or several between quotes. An interrupt, or the end of the input, ends
+    everything."""
 
     def lines(prompt: str) -> str:
         text = ask(prompt)
@@ -78,7 +63,8 @@ def _read_lines(ask: Callable[[str], str], pasted: Callable[[], str], console: C
 
 
 def _pasted(terminal: int) -> str:
-    """What a terminal holds behind a line that was read, as it does where lines are pasted; a terminal gives line by line.
+    """Returns what a terminal holds behind a line that was read, as it does where lines are pasted; a terminal gives line
+    by line.
 
     Nobody types a key within a twentieth of a second behind a line. Systems without termios have their own ways to paste.
     """
@@ -101,7 +87,7 @@ def _pasted(terminal: int) -> str:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether a message that begins with quotes has their end, too."""
+    """Tells whether a message that begins with quotes has their end, too."""
     begun = text.lstrip()
     return not begun.startswith(QUOTES) or QUOTES in begun[len(QUOTES) :]
 
@@ -157,7 +143,7 @@ def _editor(notes: Console) -> Reader:
 
 
 def _history() -> Any:
-    """What was typed in earlier conversations; in memory alone where no file can be had."""
+    """Returns what was typed in earlier conversations; in memory alone where no file can be had."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "outrider"

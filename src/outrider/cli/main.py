@@ -96,7 +96,7 @@ def watch() -> None:
 
 
 def caught() -> bool:
-    """Whether Ctrl-C was pressed: an error that follows may be an interrupt in disguise."""
+    """Tells whether Ctrl-C was pressed: an error that follows may be an interrupt in disguise."""
     return _caught
 
 

@@ -111,11 +111,7 @@ def speculation(
 
 
 def method_settings(text: str) -> dict[str, Any]:
-    """A method's settings from the command line: its name, module:Class, or JSON that holds either as its "method".
-
-    Raises:
-        InvalidParameterError: JSON that is malformed or names no method, or a class that cannot be imported.
-    """
+    """A method's settings from the command line: its name, module:Class, or JSON that holds either as its "method"."""
     from outrider.propose import settings as registry
 
     settings = _json_settings(text) if text.lstrip().startswith("{") else {"method": text}
@@ -184,11 +180,7 @@ def _text(field: str, value: str, mark: str, kind: str) -> str:
 
 
 def wide_pair(model: str | None, drafting: DraftingT, dtype: str) -> tuple[str, DraftingT]:
-    """The wide copy of the embedded target, and the embedded draft model unless another one or another method drafts.
-
-    Raises:
-        ContradictionError: A model is named too.
-    """
+    """The wide copy of the embedded target, and the embedded draft model unless another one or another method drafts."""
     if model is not None:
         raise ContradictionError("wide", True, "it is a copy of the embedded target", "Leave MODEL or --wide out.")
     from outrider.config import default_model
@@ -215,13 +207,8 @@ _LLAMA_CPP = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 def usual_sampling(llm: LLM, asked: SamplingParams, notes: Console) -> SamplingParams:
     """The parameters that were asked for, and what the model's own files say of the others. Where they say nothing of
-    sampling, as most GGUF files, tokens are drawn as by llama.cpp: the whole vocabulary of a model of 4 bits reads badly.
-
-    Args:
-        llm: The model.
-        asked: What the caller has set; its other fields do not count.
-        notes: Where it is said.
-    """
+    sampling, as most GGUF files, tokens are drawn as by llama.cpp: the whole vocabulary of a model of 4 bits reads
+    badly."""
     usual, given = llm.default_params, {name: getattr(asked, name) for name in asked.model_fields_set}
     says = _LLAMA_CPP.keys() & usual.model_fields_set
     if llm.engine.runner.loaded.name.endswith(".gguf") and not says:
@@ -237,11 +224,7 @@ def load(console: Console, model: str | None, settings: Any, *, chats: bool, **o
     """Load the target and its proposer behind a spinner, or a bar where a GGUF file is read.
 
     Args:
-        console: Where it is shown.
-        model: As LLM takes it.
         settings: A SpeculationConfig, fields of a draft of the embedded pair, or None.
-        chats: Whether conversations may follow. What writes them for the model gets ready meanwhile, on another core.
-        options: Passed on to LLM.
     """
     changes = settings if isinstance(settings, dict) else {}
     if settings is not None and options.get("profile") is not None:

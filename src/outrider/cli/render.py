@@ -96,9 +96,6 @@ class Wrapped:
     """Paper for a text that grows, with lines that break between words and not within them.
 
     A word is written once it is whole. Text that is no terminal's is written as it is.
-
-    Args:
-        paper: Where the text goes.
     """
 
     def __init__(self, paper: Console) -> None:
@@ -174,7 +171,7 @@ def write_closing(notes: Console, num_tokens: int, seconds: float, stats: Reques
 
 
 def drafters_lines(stats: RequestStats) -> list[str]:
-    """How those fared who draft together: a line for several methods, and one for each stage."""
+    """Returns how those fared who draft together: a line for several methods, and one for each stage."""
     lines, drafted = list[str](), stats.drafted_by_method
     if len(drafted) > 1:
         parts = (f"{name} {stats.accepted_by_method[name]} of {number}" for name, number in drafted.items())
@@ -232,7 +229,7 @@ def ending(completion: CompletionOutput, params: SamplingParams) -> str:
 
 
 def endings(completions: Iterable[CompletionOutput], params: SamplingParams) -> str:
-    """Of one text its ending; of several how many ended in which way."""
+    """Returns the ending of one text; of several how many ended in which way."""
     counts = Counter(ending(completion, params) for completion in completions)
     if counts.total() == 1:
         return next(iter(counts))
@@ -240,13 +237,7 @@ def endings(completions: Iterable[CompletionOutput], params: SamplingParams) -> 
 
 
 def is_incomplete(llm: LLM, completion: CompletionOutput, params: SamplingParams) -> bool:
-    """Whether a text that has to follow a structure was cut off where the structure may not end.
-
-    Args:
-        llm: Who wrote it.
-        completion: The text.
-        params: What it was written with.
-    """
+    """Tells whether a text that has to follow a structure was cut off where the structure may not end."""
     structure = params.structured_outputs
     if structure is None or completion.finish_reason != "length":
         return False
@@ -262,7 +253,7 @@ def is_incomplete(llm: LLM, completion: CompletionOutput, params: SamplingParams
 
 
 def warning(completion: CompletionOutput, params: SamplingParams) -> str:
-    """What to say of a text that is incomplete, with the remedy."""
+    """Returns what to say of a text that is incomplete, with the remedy."""
     full = len(completion.token_ids) < params.max_tokens
     remedy = "Give a shorter prompt: the model's context is full." if full else "Raise --max-tokens."
     return f"the output is incomplete: it was cut off before its structure was complete. {remedy}"

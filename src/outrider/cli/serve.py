@@ -201,12 +201,7 @@ def _service(
 
 
 def _record_folder(path: Path, keys: ApiKeys) -> RecordFolder:
-    """The folder of the records, which no other server has.
-
-    Raises:
-        ContradictionError: No key allows it.
-        InvalidParameterError, StorageError: The folder cannot be had.
-    """
+    """The folder of the records, which no other server has."""
     from outrider.server.recorder import RecordFolder
 
     if not any(keys.record_budgets.values()):
@@ -273,17 +268,7 @@ def run_replicas(
     """Serve with several engines behind one address.
 
     Args:
-        make: Makes the service of one replica, in its own process, from the options that say how to load.
-        count: Engines.
         model: Folder or hub id of the target; None for the embedded pair.
-        settings: Who drafts, as the command's options say.
-        given: Options that say how to load.
-        limits: The server's.
-        keys: Who may ask.
-        how: Address and certificate, as `serve_replicas` takes them.
-
-    Raises:
-        ModelError: A checkpoint cannot be used, or the machine is too small for so many.
     """
     from outrider.server.errors import log
 
@@ -319,14 +304,14 @@ def run_replicas(
 
 
 def _target(model: str | None, given: dict[str, Any]) -> ModelConfig:
-    """How each replica loads the target."""
+    """Returns how each replica loads the target."""
     from outrider.config import ModelConfig, default_model, part_of
 
     return ModelConfig(model=model or default_model("target"), **part_of(ModelConfig, given))
 
 
 def _needed(target: ModelConfig, draft: str | None) -> list[Needs]:
-    """What the models of one replica take of memory, where that is known."""
+    """Returns what the models of one replica take of memory, where that is known."""
     from outrider.loading.configuration import read_needs
 
     configs = [target] if draft is None else [target, target.replace(model=draft, max_model_len=None)]

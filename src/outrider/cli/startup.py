@@ -139,7 +139,7 @@ _ANSWERS: dict[str, Callable[..., bool]] = {
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is a condition, a size or a shape, in which nothing is a symbol."""
+    """Tells whether a value is a condition, a size or a shape, in which nothing is a symbol."""
     return isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(size, int) for size in value))
 
 

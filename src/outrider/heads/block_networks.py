@@ -15,7 +15,8 @@ from outrider.heads.features import Eagle3Network, FeatureHeadConfig, HeadLayer,
 
 @dataclass(frozen=True)
 class BlockReach:
-    """How far the rows of a block see in a layer: the text before the block and the block itself, within these bounds."""
+    """Says how far the rows of a block see in a layer: the text before the block and the block itself, within these
+    bounds."""
 
     window: int | None = None  # a row sees places that are less than this away from its own; None for all
     causal: bool = False  # whether a row sees no later row of its block
@@ -75,7 +76,7 @@ class BlockHeadNetwork(PublishedNetwork):
 
     @property
     def reaches(self) -> Sequence[BlockReach]:
-        """How far the rows of a block see, by layer."""
+        """Returns how far the rows of a block see, by layer."""
         return self.config.reaches
 
     @property
@@ -116,7 +117,7 @@ class ParallelNetwork(Eagle3Network):
 
     @property
     def reaches(self) -> Sequence[BlockReach]:
-        """How far the rows of a block see, by layer."""
+        """Returns how far the rows of a block see, by layer."""
         return [BlockReach(causal=True)] * len(self.stack)
 
     @property

@@ -179,10 +179,8 @@ def read_features(config: HeadsConfig, target: Target, hidden: Tensor) -> Tensor
     """Returns what heads read, from hidden states of the target.
 
     Args:
-        config: Of the heads.
-        target: The target.
-        hidden: [n, hidden_size] as the target shows them: rows that came back where the heads read such rows, else what
-            the first layers left.
+        hidden: [n, hidden_size] as the target shows them: rows that came back where the heads read such rows, else what the
+            first layers left.
 
     Returns:
         [n, hidden_size]
@@ -211,9 +209,7 @@ class RunningHeads:
     """Heads in the target's dtype, on its device.
 
     Args:
-        config: Their shape.
         network: Their layers; taken over.
-        target: The target.
     """
 
     def __init__(self, config: HeadsConfig, network: HeadNetwork, target: Target) -> None:
@@ -232,7 +228,6 @@ class RunningHeads:
 
         Args:
             hidden: [n, hidden_size] of the target, as it shows them.
-            num_heads: How many heads.
 
         Returns:
             Logits [num_heads, n, vocab_size], float32 at least.

@@ -273,7 +273,7 @@ def _rotated(rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class FeatureNorm(StrEnum):
-    """How features are normed before they are fused."""
+    """Says how features are normed before they are fused."""
 
     NONE = "none"
     EACH = "each"  # those of each layer apart

@@ -102,20 +102,7 @@ def load_mtp_layer(
 def load_file_layer(
     path: str, config: MtpConfig, file: PredictionLayers, place: int, dtype: torch.dtype, device: torch.device
 ) -> MtpLayer:
-    """A layer of a GGUF file, whose matrices stay in their blocks.
-
-    Args:
-        path: The file, to name.
-        config: Of the layer.
-        file: Its layers.
-        place: Its number among them.
-        dtype: Of what is not in blocks.
-        device: Where it lies.
-
-    Raises:
-        ModelLoadError: A tensor is missing, of another shape, or holds NaN or infinity.
-        UnsupportedModelError: It has a tensor that is not known of its architecture.
-    """
+    """A layer of a GGUF file, whose matrices stay in their blocks."""
     read = file.read(place, config.layer, empty_lone(path, config.layer), dtype)
     decoder = load_lone_decoder(path, config.layer, read.decoder, dtype, device, read.fill)
     fc, embedding, hidden = (each.to(device, dtype) for each in (read.fc, read.embedding_norm, read.hidden_norm))

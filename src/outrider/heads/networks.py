@@ -56,7 +56,7 @@ class HeadsConfig(Frozen):
         return self
 
     def as_mapping(self) -> dict[str, Any]:
-        """As one mapping of plain values; `read_config` reads it back."""
+        """Returns the configuration as one mapping of plain values; `read_config` reads it back."""
         return {"format": FORMAT, "method": self.method, **self.model_dump(mode="json")}
 
 
@@ -185,7 +185,6 @@ class HeadNetwork(nn.Module):
 
         Args:
             features: [n, hidden_size] of the target, as the configuration says they are read.
-            target_head: The target's output layer, for heads without one of their own.
             num_heads: How many heads; None for all.
 
         Returns:
@@ -296,8 +295,6 @@ def randomise(network: HeadNetwork, seed: int, scale: float = 0.3) -> None:
 
     Args:
         network: Changed in place.
-        seed: Of the values.
-        scale: Their standard deviation.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in network.parameters():

@@ -74,7 +74,7 @@ class DraftRows:
         return range(first, len(self.tokens))
 
     def depth(self, row: int) -> int:
-        """How far behind the first token that is not held its token stands."""
+        """Returns how far behind the first token that is not held its token stands."""
         return self.positions[row] - self.held
 
     @property
@@ -83,7 +83,7 @@ class DraftRows:
         return self.positions[-1] == self.held + len(self.positions) - 1
 
     def slot(self, row: int) -> int:
-        """Where a row lies in its blocks."""
+        """Returns where a row lies in its blocks."""
         block, offset = divmod(self.held + row, self.block_size)
         return self.block_table[block] * self.block_size + offset
 
@@ -123,5 +123,5 @@ def pass_rows(parts: Sequence[tuple[DraftRows, range]], *, wanted: bool) -> Pass
 
 
 def _begins(sizes: Iterable[int]) -> list[int]:
-    """Where parts of these sizes begin, one behind another."""
+    """Returns where parts of these sizes begin, one behind another."""
     return list(accumulate(sizes, initial=0))[:-1]

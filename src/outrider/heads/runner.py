@@ -41,9 +41,6 @@ class HeadRunner(Generic[NetworkT]):
 
     Args:
         network: In the target's dtype, on its device; taken over.
-        target: The target.
-        aux_layers: Hidden states of the target that it reads, low to high.
-        shape: What its layers keep.
         rotary: Its rotary positions; None where its layers make their own.
         window: How many tokens back its rows look; None for all.
     """
@@ -81,7 +78,8 @@ class HeadRunner(Generic[NetworkT]):
         return self._target.add_layers(self.shape, self.recompute, self.aux_layers)
 
     def unseen(self, level: int) -> int:
-        """How many tokens at the beginning of a text no later row sees in a level, since they have nothing to read."""
+        """Returns how many tokens at the beginning of a text no later row sees in a level, since they have nothing to
+        read."""
         return level + 1 if self.network.reads_tokens else 0
 
     # --- Parts of a pass.
@@ -211,7 +209,6 @@ class HeadRunner(Generic[NetworkT]):
         Args:
             feature: [feature_size] of the last token that is held.
             room: Most rows that it will have.
-            free: Blocks that no other draft has.
         """
         held = added.num_filled(kv)
         draft = DraftRows.of(held, feature.to(self.dtype).reshape(self.num_levels, -1), room)
@@ -310,11 +307,7 @@ LEAST_COSINE = 0.5
 
 
 def _paired_layers(head: PublishedHead, target: Target) -> tuple[int, ...]:
-    """The layers of the target whose inputs a head reads.
-
-    Raises:
-        HeadMismatchError: It was made for another target, or needs what this one does not have.
-    """
+    """The layers of the target whose inputs a head reads."""
     folder, config = head.folder, head.config
     for field, value in {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}.items():
         found = getattr(target, field)

@@ -29,11 +29,11 @@ class RowAttention(Protocol):
 
     @property
     def knows_biases(self) -> bool:
-        """Whether the kernels add biases to scores."""
+        """Tells whether the kernels add biases to scores."""
         ...
 
     def takes(self, query: Tensor, keys: Tensor, values: Tensor) -> bool:
-        """Whether the kernels take such rows and memory [..., heads, dim]."""
+        """Tells whether the kernels take such rows and memory [..., heads, dim]."""
         ...
 
     def attend(
@@ -55,7 +55,6 @@ class RowAttention(Protocol):
             query: [num_rows, num_heads, head_dim]
             keys, values: [num_slots, num_kv_heads, head_dim] the memory of a layer, which holds the rows, too.
             window, chunk: How far rows look back. 0 means that they see everything.
-            scale: The factor of the scores.
             softcap: Scores stay between -softcap and softcap by a scaled tanh. None for no such bound.
             sinks: [num_heads] a logit for each head that takes weight and gives nothing, or None.
             biases: [num_heads, num_distances] what is added to scores by the distance of a key; the last one holds for all
@@ -68,7 +67,6 @@ class PassAttention:
     """Attention by the kernels for CPUs, see RowAttention.
 
     Args:
-        library: The kernels of this processor.
         rows: The rows. Their lists are copied once for all layers.
         of_sources: Whether the rows see all of a source, as `source_rows` describes them.
     """

@@ -46,47 +46,31 @@ _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm.
+    """A norm."""
 
-    Attributes:
-        kind: What it does.
-        epsilon: What is added to the mean square.
-        weight: Its factors, one for each number. Norms of heads have factors for every head.
-        bias: What is added, in the shape of `weight`, or None.
-    """
-
-    kind: NormKind
-    epsilon: float
-    weight: Tensor
-    bias: Tensor | None = None
+    kind: NormKind  # what it does
+    epsilon: float  # what is added to the mean square
+    weight: Tensor  # its factors, one for each number. Norms of heads have factors for every head.
+    bias: Tensor | None = None  # what is added, in the shape of `weight`, or None
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The sizes of a decoder, and what holds for all of its layers.
-
-    Attributes:
-        activation: The activation of the feed-forward, a key of ACTIVATIONS.
-        parallel: Whether the feed-forward stands beside attention, so that both read the input of the layer.
-        interleaved: Whether rotary embeddings turn pairs of neighbours, and not of numbers that lie half a head apart.
-        embedding_scale: The factor of the rows of the embedding table.
-        input_scale: Another factor, of what the first layer reads.
-        logit_scale: The factor of logits.
-        logit_cap: The bound that logits come near to, by a hyperbolic tangent. 0 is none.
-    """
+    """The sizes of a decoder, and what holds for all of its layers."""
 
     hidden_size: int
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    activation: str
-    parallel: bool = False
+    activation: str  # the activation of the feed-forward, a key of ACTIVATIONS
+    parallel: bool = False  # whether the feed-forward stands beside attention, so that both read the input of the layer
+    # Whether rotary embeddings turn pairs of neighbours, and not of numbers that lie half a head apart.
     interleaved: bool = False
-    embedding_scale: float = 1.0
-    input_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_cap: float = 0.0
+    embedding_scale: float = 1.0  # the factor of the rows of the embedding table
+    input_scale: float = 1.0  # another factor, of what the first layer reads
+    logit_scale: float = 1.0  # the factor of logits
+    logit_cap: float = 0.0  # the bound that logits come near to, by a hyperbolic tangent. 0 is none.
 
 
 @dataclass(frozen=True)
@@ -94,71 +78,54 @@ class DecoderLayer:
     """The weights of one layer. Norms are not packed, and matrices are.
 
     Attributes:
-        attention_norm, attention_post_norm: The norms before and after attention, or None.
         mlp_norm, mlp_post_norm: The norms before and after the feed-forward, or None. Without the first one, a feed-forward
             beside attention reads what attention reads.
-        query_norm, key_norm: The norms of the heads, or None.
-        whole_norms: Whether these take all heads together, and not each alone.
-        qkv: The query, key and value projections, stacked, and behind them gates of heads that have some. In a layer with
-            a running state, the projection into it, in the order of `Mixer`.
-        out: The projection from the heads to the hidden state.
-        gate: The projection into the feed-forward to which the activation is applied, or None where there is only `up`.
-        up: The projection that is multiplied with it, or that the activation is applied to.
-        down: The projection from the feed-forward to the hidden state.
-        experts: The experts that the feed-forward is made of, or None. With the last three, these stand beside the experts.
-        rotary: Which rotary tables it uses, or None where positions do not enter.
-        scale: The factor of attention scores.
-        softcap: A score s of attention becomes softcap * tanh(s / softcap). 0 leaves scores as they are.
-        residual_scale: The factor of what attention and the feed-forward add to the hidden state.
-        window, chunk: How far rows look back. 0 means that they see everything.
-        unseen: How many tokens at the beginning of a text no later row sees.
-        beside_norm: The norm of what attention reads before the hidden state, where passes bring such rows, or None.
-        normed_residual: Whether attention then adds to what `attention_norm` leaves, and not to what that reads.
-        mixer: What the layer has instead of attention where it keeps a running state, or None.
-        gated_heads: Whether what heads attend to is multiplied by the sigmoids of gates.
-        beside_gate: [hidden_size] what a feed-forward beside experts is scaled by: the sigmoid of the product with a row.
-        sinks: [num_heads], for each query head a score that all rows see and that has no value. None where there are none.
-        biases: [num_heads, num_distances] what is added to scores by the distance of a key; the last one holds for all
-            greater distances. None where there are none.
-        source_norm: The norm before attention to a source, or None.
-        source_query: The projection to the queries of such attention, whose keys and values lie in the KV memory, or None.
-        source_out: The projection from its heads to the hidden state, or None.
     """
 
-    attention_norm: Norm | None
-    attention_post_norm: Norm | None
+    attention_norm: Norm | None  # the norms before and after attention, or None
+    attention_post_norm: Norm | None  # the norms before and after attention, or None
     mlp_norm: Norm | None
     mlp_post_norm: Norm | None
-    query_norm: Norm | None
-    key_norm: Norm | None
-    whole_norms: bool
+    query_norm: Norm | None  # the norms of the heads, or None
+    key_norm: Norm | None  # the norms of the heads, or None
+    whole_norms: bool  # whether these take all heads together, and not each alone
+    # The query, key and value projections, stacked, and behind them gates of heads that have some. In a layer with a
+    # running state, the projection into it, in the order of `Mixer`.
     qkv: PackedWeights
-    out: PackedWeights
+    out: PackedWeights  # the projection from the heads to the hidden state
+    # The projection into the feed-forward to which the activation is applied, or None where there is only `up`.
     gate: PackedWeights | None
-    up: PackedWeights | None
-    down: PackedWeights | None
+    up: PackedWeights | None  # the projection that is multiplied with it, or that the activation is applied to
+    down: PackedWeights | None  # the projection from the feed-forward to the hidden state
+    # The experts that the feed-forward is made of, or None. With the last three, these stand beside the experts.
     experts: PackedExperts | None
-    rotary: int | None
-    scale: float
-    softcap: float
-    residual_scale: float
-    window: int
-    chunk: int
+    rotary: int | None  # which rotary tables it uses, or None where positions do not enter
+    scale: float  # the factor of attention scores
+    softcap: float  # a score s of attention becomes softcap * tanh(s / softcap). 0 leaves scores as they are.
+    residual_scale: float  # the factor of what attention and the feed-forward add to the hidden state
+    window: int  # how far rows look back. 0 means that they see everything.
+    chunk: int  # how far rows look back. 0 means that they see everything.
+    # [num_heads], for each query head a score that all rows see and that has no value. None where there are none.
     sinks: Tensor | None = None
-    unseen: int = 0
+    unseen: int = 0  # how many tokens at the beginning of a text no later row sees
+    # The norm of what attention reads before the hidden state, where passes bring such rows, or None.
     beside_norm: Norm | None = None
-    normed_residual: bool = False
-    mixer: Mixer | None = None
-    gated_heads: bool = False
+    normed_residual: bool = False  # whether attention then adds to what `attention_norm` leaves, and not to what that reads
+    mixer: Mixer | None = None  # what the layer has instead of attention where it keeps a running state, or None
+    gated_heads: bool = False  # whether what heads attend to is multiplied by the sigmoids of gates
+    # [hidden_size] what a feed-forward beside experts is scaled by: the sigmoid of the product with a row.
     beside_gate: Tensor | None = None
+    # [num_heads, num_distances] what is added to scores by the distance of a key; the last one holds for all greater
+    # distances. None where there are none.
     biases: Tensor | None = None
-    source_norm: Norm | None = None
+    source_norm: Norm | None = None  # the norm before attention to a source, or None
+    # The projection to the queries of such attention, whose keys and values lie in the KV memory, or None.
     source_query: PackedWeights | None = None
-    source_out: PackedWeights | None = None
+    source_out: PackedWeights | None = None  # the projection from its heads to the hidden state, or None
 
     @property
     def feed_forward(self) -> FeedForward:
-        """What its feed-forward is made of."""
+        """Returns what its feed-forward is made of."""
         if self.experts is not None:
             return FeedForward.EXPERTS
         return FeedForward.PLAIN if self.gate is None else FeedForward.GATED
@@ -172,45 +139,31 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class PassRows:
-    """The rows of one pass. They are plain lists, since most passes have few rows.
+    """The rows of one pass. They are plain lists, since most passes have few rows."""
 
-    Attributes:
-        tokens, positions, slots: [num_rows]
-        long_rows: [num_rows], whether a row takes the second pair of rotary tables.
-        first: [num_segments + 1], the first row of each sequence.
-        start: [num_segments], the number of tokens before the rows of each sequence.
-        tables: The block tables, one after another.
-        table_at: [num_segments], where each block table begins.
-        ancestry_at: [num_segments], where the matrix of each tree begins in `ancestry`. -1 for a chain.
-        logit_rows: [num_logits], the rows whose logits are wanted.
-        ancestry: uint8, for each tree a matrix that says which row sees which, one after another.
-        block_size: The number of tokens in a block.
-        parents: [num_rows], the row before each one, counted within its sequence, -1 for the text before the pass. Layers
-            with a running state read them, and without such layers there may be none.
-        known: [num_segments + 1], how many rows of trees earlier passes have computed before each segment's. They lie in
-            the slots before its own rows, `start` is where its tree begins, and the tree's matrix holds them, too. Empty
-            where there are none.
-        tree_positions: The positions of all rows, in each segment those of the known rows first. Empty where there are
-            none.
-        sources: The same rows as they see the sources of their texts: `start` says how many tokens a source has, and the
-            position of every row is that of the last one. None where there are no sources.
-    """
-
-    tokens: list[int]
-    positions: list[int]
-    slots: list[int]
-    long_rows: list[int]
-    first: list[int]
-    start: list[int]
-    tables: list[int]
-    table_at: list[int]
-    ancestry_at: list[int]
-    logit_rows: list[int]
-    ancestry: np.ndarray
-    block_size: int
+    tokens: list[int]  # [num_rows]
+    positions: list[int]  # [num_rows]
+    slots: list[int]  # [num_rows]
+    long_rows: list[int]  # [num_rows], whether a row takes the second pair of rotary tables
+    first: list[int]  # [num_segments + 1], the first row of each sequence
+    start: list[int]  # [num_segments], the number of tokens before the rows of each sequence
+    tables: list[int]  # the block tables, one after another
+    table_at: list[int]  # [num_segments], where each block table begins
+    ancestry_at: list[int]  # [num_segments], where the matrix of each tree begins in `ancestry`. -1 for a chain.
+    logit_rows: list[int]  # [num_logits], the rows whose logits are wanted
+    ancestry: np.ndarray  # uint8, for each tree a matrix that says which row sees which, one after another
+    block_size: int  # the number of tokens in a block
+    # [num_rows], the row before each one, counted within its sequence, -1 for the text before the pass. Layers with a
+    # running state read them, and without such layers there may be none.
     parents: Sequence[int] = ()
+    # [num_segments + 1], how many rows of trees earlier passes have computed before each segment's. They lie in the slots
+    # before its own rows, `start` is where its tree begins, and the tree's matrix holds them, too. Empty where there are
+    # none.
     known: Sequence[int] = ()
+    # The positions of all rows, in each segment those of the known rows first. Empty where there are none.
     tree_positions: Sequence[int] = ()
+    # The same rows as they see the sources of their texts: `start` says how many tokens a source has, and the position of
+    # every row is that of the last one. None where there are no sources.
     sources: PassRows | None = None
 
 
@@ -218,15 +171,11 @@ class DecoderKernel:
     """A decoder's weights, and its forward pass.
 
     Args:
-        library: The kernels of this processor.
-        shape: The sizes of the decoder.
-        layers: The layers in order.
         embedding: [vocab_size, hidden_size], perhaps packed, or None where the head's packed weights are read instead (tied
             weights).
         positions: [num_positions, hidden_size] learned embeddings of positions, or None.
         final_norm: The norm behind the last layer, or None.
         head: The weights from the hidden state to the logits; None for layers without logits of their own.
-        kv_dtype: The dtype of the KV memory.
     """
 
     def __init__(
@@ -290,7 +239,7 @@ class DecoderKernel:
 
     @property
     def tokens_at_once(self) -> int | None:
-        """How many tokens, one behind another, have logits together or have none. None where all must have some."""
+        """Returns how many tokens, one behind another, have logits together or have none. None where all must have some."""
         return None if self.head is None or self.head.tail is not None else self._library.panel(self.real)
 
     @property
@@ -347,8 +296,6 @@ class DecoderKernel:
         """Compute the rows, and write their KV to the memory in use.
 
         Args:
-            rows: The rows.
-            aux_layers: The hidden states that are wanted.
             mixed: By layer, what rows read and leave where it keeps a running state; empty without such layers.
             head_panels: int64 [n, 2], ascending ranges of groups of `tokens_at_once` tokens that have logits; those of all
                 others are minus infinity. None computes all.
@@ -378,11 +325,7 @@ class DecoderKernel:
         """Compute the rows through some of the layers, and then through the final norm and the head.
 
         Args:
-            rows: As for `forward`.
-            aux_layers: The hidden states that are wanted. Those that this pass does not compute are left out.
-            layers: The layers that run, in ascending order.
             hidden: [num_rows, hidden_size] the input of the first of them. None begins with the embeddings.
-            mixed: As for `forward`, for the layers that run.
             beside: [num_rows, hidden_size] what attention reads before the hidden state, for layers that read such rows.
 
         Returns:
@@ -402,10 +345,7 @@ class DecoderKernel:
         """Write the keys and values of rows to the memory in use, and compute nothing else.
 
         Args:
-            rows: The rows.
-            layer: Whose keys and values.
             hidden: [num_rows, hidden_size] the input of the layer.
-            beside: As for `forward_part`.
         """
         decoder, _chosen = self._part([layer])
         self._pass(decoder, rows, [], hidden, beside=beside, keeps_only=True)
@@ -459,15 +399,7 @@ class DecoderKernel:
         """Call the kernels once. Returns logits [num_logits, vocab_size].
 
         Args:
-            decoder: The layers to run.
-            rows: The rows.
-            states: Where to write the input of each layer and the output of the final norm. Empty to write nothing.
-            hidden: The input of the first layer instead of the embeddings.
-            left: Where to write the output of the last layer.
             mixed: What rows read and leave in each layer.
-            beside: What attention reads before the hidden state.
-            keeps_only: Whether the last layer ends with its keys and values.
-            head_panels: As for `forward`.
         """
         num_rows, num_logits = len(rows.tokens), len(rows.logit_rows)
         beyond = None if rows.sources is None else _SourceTables(rows.sources)
@@ -558,11 +490,7 @@ class DecoderKernel:
 
 
 class _SourceTables:
-    """Rows as they see sources, for the kernels.
-
-    Args:
-        rows: See `PassRows.sources`.
-    """
+    """Rows as they see sources, for the kernels."""
 
     def __init__(self, rows: PassRows) -> None:
         lists = [getattr(rows, name) for name in ATTENTION_LISTS]

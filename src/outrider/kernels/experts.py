@@ -24,32 +24,17 @@ from outrider.kernels.weights import ExpertStack, entering
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """How experts are chosen, and what stands between their two products.
+    """Says how experts are chosen, and what stands between their two products."""
 
-    Attributes:
-        num_chosen: The experts of a row.
-        normalised: Whether the weights of a row's experts add up to 1. If not, they are shares among all experts.
-        activation: The activation of the gate, a key of ACTIVATIONS.
-        slope: The factor inside the sigmoid of a gate that is bounded, which has this activation instead.
-        limit: The bound of this gate, and of what it is multiplied with. 0 means that there is none.
-    """
-
-    num_chosen: int
-    normalised: bool
-    activation: str
-    slope: float = 0.0
-    limit: float = 0.0
+    num_chosen: int  # the experts of a row
+    normalised: bool  # whether the weights of a row's experts add up to 1. If not, they are shares among all experts.
+    activation: str  # the activation of the gate, a key of ACTIVATIONS
+    slope: float = 0.0  # the factor inside the sigmoid of a gate that is bounded, which has this activation instead
+    limit: float = 0.0  # the bound of this gate, and of what it is multiplied with. 0 means that there is none.
 
 
 class PackedExperts:
-    """The weights of the experts of one layer.
-
-    Args:
-        shape: How they are chosen, and their gate.
-        router: The projection to a logit for each expert.
-        gate_up: Gate and values of every expert, as `pack_gated` packs them.
-        down: The projection back, of every expert.
-    """
+    """The weights of the experts of one layer."""
 
     def __init__(
         self, shape: ExpertsShape, router: PackedWeights, gate_up: Sequence[PackedWeights], down: Sequence[PackedWeights]
@@ -83,7 +68,6 @@ def pack_gated(
     Panels of the two take turns, so that a thread reads both in one stream.
 
     Args:
-        library: The kernels of this processor.
         gate, up: [size, in_features] each.
         biases: [size] each, or None.
     """
@@ -124,10 +108,6 @@ class PackedStack:
     """One projection of all experts of a layer.
 
     The weights move out of the module that holds them.
-
-    Args:
-        library: The kernels of this processor.
-        stack: The projection, on a CPU, in a dtype that the kernels know.
     """
 
     def __init__(self, library: KernelLibrary, stack: ExpertStack) -> None:
@@ -150,19 +130,15 @@ class PackedStack:
 
 
 class StoredStack:
-    """The same for weights that are computed as they are stored, where no kernels read these: every pass makes weights of
-    those of the experts that it has chosen.
-
-    Args:
-        stack: The projection, whose weights stay in the module that holds them.
-    """
+    """Holds weights that are computed as they are stored, where no kernels read these: every pass makes weights of those of
+    the experts that it has chosen."""
 
     def __init__(self, stack: ExpertStack) -> None:
         self._stored = stack.stored()
         self._biases = getattr(stack.module, f"{stack.name}_bias", None)
 
     def products(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """As those of a PackedStack."""
+        """Computes products as a PackedStack does."""
         return _products(rows, experts, self._product)
 
     def _product(self, rows: Tensor, expert: int) -> Tensor:

@@ -18,29 +18,20 @@ from outrider.kernels.layout import BlocksStruct, FormatCode, Operand
 
 @dataclass(frozen=True)
 class WeightFormat(ABC):
-    """A way to keep a weight matrix.
+    """A way to keep a weight matrix."""
 
-    Attributes:
-        code: The format's number in C, where an unfolding function belongs to it.
-        bits: The bits of a weight, without scales.
-        quantised: Whether weights are rounded to whole numbers.
-        name: As users write it.
-        group: How many inputs share a scale. None where all do, or where there are no scales.
-        has_zeros: Whether each group has a zero point of its own.
-        rounds_rows: Whether rows are rounded to 8 bits before they are multiplied with the weights (`weights.py`).
-    """
-
-    code: ClassVar[FormatCode]
-    bits: ClassVar[int]
-    quantised: ClassVar[bool]
-    name: str
-    group: int | None = None
-    has_zeros: bool = False
+    code: ClassVar[FormatCode]  # the format's number in C, where an unfolding function belongs to it
+    bits: ClassVar[int]  # the bits of a weight, without scales
+    quantised: ClassVar[bool]  # whether weights are rounded to whole numbers
+    name: str  # as users write it
+    group: int | None = None  # how many inputs share a scale. None where all do, or where there are no scales.
+    has_zeros: bool = False  # whether each group has a zero point of its own
+    # Whether rows are rounded to 8 bits before they are multiplied with the weights (`weights.py`).
     rounds_rows: bool = False
 
     @property
     def may_round_rows(self) -> bool:
-        """Whether the kernels have products of rows that are rounded to 8 bits with such weights."""
+        """Tells whether the kernels have products of rows that are rounded to 8 bits with such weights."""
         return self.quantised
 
     @abstractmethod
@@ -52,7 +43,7 @@ class WeightFormat(ABC):
         """The weights [out_features, in_features] that the stored numbers stand for."""
 
     def takes(self, in_features: int) -> bool:
-        """Whether a matrix of so many inputs can be kept."""
+        """Tells whether a matrix of so many inputs can be kept."""
         return self.group is None or in_features % self.group == 0
 
     def nbytes(self, rows: int, cols: int) -> int:
@@ -80,12 +71,12 @@ class WeightFormat(ABC):
         )
 
     def struct(self) -> BlocksStruct:
-        """What the kernels must know of weights in blocks."""
+        """Returns what the kernels must know of weights in blocks."""
         return BlocksStruct()
 
     def operand(self, dtype: torch.dtype, *, pairs: bool) -> Operand:
-        """As what rows enter products with weights that stand for `dtype`. `pairs` says whether the kernels multiply pairs
-        of bf16, which is precise enough for bf16 models."""
+        """Says as what rows enter products with weights that stand for `dtype`. `pairs` says whether the kernels multiply
+        pairs of bf16, which is precise enough for bf16 models."""
         if self.rounds_rows:
             return Operand.BYTES
         return Operand.PAIRS if pairs and dtype == torch.bfloat16 else Operand.REAL
@@ -117,7 +108,7 @@ class StoredWeight:
     order: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> StoredWeight:
-        """The same change of every tensor, as that of the order of the rows."""
+        """Returns the same change of every tensor, as that of the order of the rows."""
         return self.of([self], lambda tensors: change(tensors[0]))
 
     def rows(self, begin: int, end: int) -> StoredWeight:
@@ -130,11 +121,11 @@ class StoredWeight:
 
     @property
     def quantised(self) -> bool:
-        """Whether the weights were rounded."""
+        """Tells whether the weights were rounded."""
         return self.format.quantised
 
     def stands_beside(self, other: StoredWeight) -> bool:
-        """Whether the rows of both can be rows of one matrix."""
+        """Tells whether the rows of both can be rows of one matrix."""
         if self.order is None or other.order is None:
             return self.format == other.format and self.order is other.order
         return self.format == other.format and torch.equal(self.order, other.order)
@@ -305,5 +296,5 @@ def plain(weight: Tensor) -> StoredWeight:
 
 
 def is_plain(dtype: torch.dtype) -> bool:
-    """Whether the kernels know weights of this dtype."""
+    """Tells whether the kernels know weights of this dtype."""
     return dtype in _FLOATS

@@ -45,23 +45,16 @@ class Blocks(WeightFormat):
       the lows of its parts (uint8), then its codes in planes of bits, the lowest bits first.
     - scale: [out_features, blocks], or [out_features, 2 * blocks], each scale with its low.
     - zero: uint8 [out_features, blocks] where there are zero points.
-
-    Attributes:
-        code_bits: The bits of a code.
-        values: What codes stand for.
-        subtracted: What is subtracted from codes where there are no zero points.
-        part: The inputs that share a scale of 8 bits: 16 or 32. 0 where there are no such scales.
-        scales: The kind of the scales of blocks.
-        lows: What is added to scaled codes. Lows of parts are multiplied with the low of their block and subtracted.
     """
 
     code: ClassVar[FormatCode] = FormatCode.BLOCKS
     quantised: ClassVar[bool] = True
-    code_bits: int = 8
-    values: BlockValues = BlockValues.WHOLE
-    subtracted: int = 0
-    part: int = 0
-    scales: Scales = Scales.NONE
+    code_bits: int = 8  # the bits of a code
+    values: BlockValues = BlockValues.WHOLE  # what codes stand for
+    subtracted: int = 0  # what is subtracted from codes where there are no zero points
+    part: int = 0  # the inputs that share a scale of 8 bits: 16 or 32. 0 where there are no such scales.
+    scales: Scales = Scales.NONE  # the kind of the scales of blocks
+    # What is added to scaled codes. Lows of parts are multiplied with the low of their block and subtracted.
     lows: Lows = Lows.NONE
 
     @property
@@ -201,10 +194,7 @@ def stored_blocks(
     """Weights in blocks from their parts.
 
     Args:
-        fmt: What they are.
-        dtype: The dtype that they stand for.
         codes: uint8 [out_features, in_features], or 16 bits each.
-        scale, zero: As StoredWeight keeps them.
         extras: uint8 [out_features, units, extra_bytes], the scales and the lows of parts.
     """
     units = folded_codes(codes.reshape(len(codes), -1, UNIT), fmt.code_bits)
@@ -245,17 +235,13 @@ def unfolded_codes(data: Tensor, bits: int) -> Tensor:
 
 
 def in_order(stored: StoredWeight, order: Tensor | None) -> StoredWeight:
-    """The same weights, whose inputs lie in another order: at place i those of input order[i]."""
+    """Returns the same weights, whose inputs lie in another order: at place i those of input order[i]."""
     return stored if order is None else replace(stored, order=order.to(torch.int32).contiguous())
 
 
 def whole_numbers(bits: int, group: int, scale: torch.dtype, *, has_zeros: bool) -> Blocks:
     """The format of whole numbers of 4 or 8 bits in groups, as GPTQ, AWQ and compressed-tensors keep them. Without zero
-    points the middle of their range is subtracted.
-
-    Raises:
-        KeyError: Scales are neither float16 nor bfloat16.
-    """
+    points the middle of their range is subtracted."""
     kind = _KINDS[scale]
     name = f"int{bits}-g{group}{'-asym' * has_zeros}-{'f16' if kind is Scales.HALF else 'bf16'}"
     middle = 0 if has_zeros else 2 ** (bits - 1)
@@ -274,11 +260,7 @@ def bring_into_units(library: KernelLibrary, number: int, blocks: Tensor, fmt: B
     """Fill an empty weight from blocks of a file.
 
     Args:
-        library: The kernels.
-        number: That of the type of the blocks in files.
         blocks: uint8 [count, bytes of a block], contiguous: those of all rows.
-        fmt: The format of the weight.
-        found: The weight.
     """
     inputs = fmt.inputs(found.data) * len(found.data) // len(blocks)
     lows = fmt.extra_bytes - fmt.num_parts
@@ -292,10 +274,7 @@ def weights_of_units(library: KernelLibrary, fmt: Blocks, stored: StoredWeight, 
     """The weights [out_features, in_features] that rows of units stand for, in the order in which their inputs lie.
 
     Args:
-        library: The kernels.
-        fmt: The format, whose codes have 8 bits at most.
         stored: The rows, contiguous.
-        dtype: float32 or bfloat16.
     """
     found = torch.empty(len(stored.data), fmt.inputs(stored.data), dtype=dtype)
     struct = LinearStruct(fmt.code, Operand.REAL, *found.shape, fmt.group or 0, fmt.has_zeros, blocks=fmt.struct())
@@ -324,20 +303,13 @@ _Parts = tuple[Tensor, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class GgufType:
-    """A type of tensors whose blocks stay packed.
+    """A type of tensors whose blocks stay packed."""
 
-    Attributes:
-        number: That of the type in files.
-        format: What its blocks are kept as.
-        inputs, nbytes: Of a block.
-        parted: Makes the parts of blocks [n, nbytes].
-    """
-
-    number: int
-    format: Blocks
-    inputs: int
-    nbytes: int
-    parted: Callable[[Tensor], _Parts]
+    number: int  # that of the type in files
+    format: Blocks  # what its blocks are kept as
+    inputs: int  # of a block
+    nbytes: int  # of a block
+    parted: Callable[[Tensor], _Parts]  # makes the parts of blocks [n, nbytes]
 
     def stored(self, rows: Tensor, dtype: torch.dtype) -> StoredWeight:
         """The weights of rows of blocks, uint8 [out_features, bytes of a row], which stand for `dtype`. Pages of a file are

@@ -26,7 +26,7 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "quick_gelu": 3, "relu": 4,
 
 
 class FormatCode(IntEnum):
-    """How packed weights are stored (kernels/formats)."""
+    """Says how packed weights are stored (kernels/formats)."""
 
     REAL = 0
     BF16 = 1
@@ -36,7 +36,7 @@ class FormatCode(IntEnum):
 
 
 class BlockValues(IntEnum):
-    """What the codes of weights in blocks stand for: themselves, a number of a table, or a number of 16 bits."""
+    """Holds what the codes of weights in blocks stand for: themselves, a number of a table, or a number of 16 bits."""
 
     WHOLE = 0
     NL = 1
@@ -54,7 +54,7 @@ class Scales(IntEnum):
 
 
 class Lows(IntEnum):
-    """What is added to scaled codes: nothing, a number of their block, or one of their part of it."""
+    """Holds what is added to scaled codes: nothing, a number of their block, or one of their part of it."""
 
     NONE = 0
     OF_BLOCKS = 1
@@ -62,7 +62,8 @@ class Lows(IntEnum):
 
 
 class Operand(IntEnum):
-    """As what rows enter a product: as the numbers that they are, rounded to bf16 and in pairs, or rounded to 8 bits."""
+    """Says as what rows enter a product: as the numbers that they are, rounded to bf16 and in pairs, or rounded to 8
+    bits."""
 
     REAL = 0
     PAIRS = 1
@@ -70,7 +71,7 @@ class Operand(IntEnum):
 
 
 class NormKind(IntEnum):
-    """What a norm does: nothing, divide by the root of the mean square, or subtract the mean before that."""
+    """Holds what a norm does: nothing, divide by the root of the mean square, or subtract the mean before that."""
 
     NONE = 0
     RMS = 1
@@ -78,7 +79,7 @@ class NormKind(IntEnum):
 
 
 class FeedForward(IntEnum):
-    """What a feed-forward does between its products: an activation, or an activation times another product."""
+    """Holds what a feed-forward does between its products: an activation, or an activation times another product."""
 
     PLAIN = 0
     GATED = 1
@@ -86,7 +87,7 @@ class FeedForward(IntEnum):
 
 
 class Decay(IntEnum):
-    """What has a factor of its own by which a running state decays: a head, a key of it, or every number."""
+    """Holds what has a factor of its own by which a running state decays: a head, a key of it, or every number."""
 
     OF_HEADS = 0
     OF_KEYS = 1
@@ -94,7 +95,7 @@ class Decay(IntEnum):
 
 
 class MixerKind(IntEnum):
-    """What a layer with a running state computes: a short convolution, or that and a gated delta rule, or the scan of
+    """Holds what a layer with a running state computes: a short convolution, or that and a gated delta rule, or the scan of
     Mamba-2."""
 
     CONVOLUTION = 0
@@ -103,7 +104,7 @@ class MixerKind(IntEnum):
 
 
 class BlocksStruct(ctypes.Structure):
-    """What weights in blocks are."""
+    """Holds what weights in blocks are."""
 
     _fields_ = [(name, _I64) for name in ("bits", "values", "subtracted", "part", "scales", "lows")]
 
@@ -169,7 +170,7 @@ class ExpertsStruct(ctypes.Structure):
 
 
 class MixerStruct(ctypes.Structure):
-    """What a layer with a running state has beside its matrices."""
+    """Holds what a layer with a running state has beside its matrices."""
 
     _fields_ = [
         *((name, _I64) for name in ("kind", "channels", "width", "heads", "key_heads", "key_dim", "value_dim")),
@@ -180,7 +181,7 @@ class MixerStruct(ctypes.Structure):
 
 
 class MixerRowsStruct(ctypes.Structure):
-    """What the rows of a pass read and leave in a layer with a running state."""
+    """Holds what the rows of a pass read and leave in a layer with a running state."""
 
     _fields_ = [
         *((name, _POINTER) for name in ("inputs", "keys", "values", "decays", "shares")),
@@ -353,16 +354,12 @@ def panel_width(instruction_set: str, real: torch.dtype) -> int:
 
 
 def multiplies_pairs(instruction_set: str, real: torch.dtype) -> bool:
-    """Whether products can take rows in pairs of bf16."""
+    """Tells whether products can take rows in pairs of bf16."""
     return instruction_set in _OF_PAIRS and real == torch.float32
 
 
 def check_layout(library: ctypes.CDLL) -> None:
-    """Compare the library's constants with those written here.
-
-    Raises:
-        KernelMismatchError: A constant differs, and the error names it.
-    """
+    """Compare the library's constants with those written here."""
     _compare(library, "outrider_constants", {f"instruction set {name}": 1 << i for i, name in enumerate(INSTRUCTION_SETS)})
     for instruction_set in INSTRUCTION_SETS:
         for real, suffix in REALS.items():

@@ -34,24 +34,14 @@ _processes: set[int] = set()
 
 
 def check_process() -> None:
-    """Remember that this process runs the threads of a model.
-
-    Raises:
-        ForkedProcessError: This process was forked from one that runs such threads. It has no copies of them, and would
-            wait for them forever.
-    """
+    """Remember that this process runs the threads of a model."""
     _processes.add(os.getpid())
     if len(_processes) > 1:
         raise ForkedProcessError
 
 
 class KernelLibrary:
-    """The kernels for one instruction set.
-
-    Args:
-        library: The shared library.
-        instruction_set: An instruction set that this processor has.
-    """
+    """The kernels for one instruction set."""
 
     def __init__(self, library: ctypes.CDLL, instruction_set: str) -> None:
         self._library = library
@@ -71,7 +61,7 @@ class KernelLibrary:
         return panel_width(self.instruction_set, real)
 
     def multiplies_pairs(self, real: torch.dtype) -> bool:
-        """Whether products can take rows in pairs of bf16."""
+        """Tells whether products can take rows in pairs of bf16."""
         return multiplies_pairs(self.instruction_set, real)
 
     @property
@@ -85,9 +75,6 @@ def available_sets() -> tuple[str, ...]:
     """The instruction sets that this processor has and for which kernels are compiled, the best one last.
 
     It is empty where there are no kernels.
-
-    Raises:
-        KernelMismatchError: The library was compiled from other sources.
     """
     library = _open()
     if library is None:
@@ -128,7 +115,8 @@ def kernels_for(instruction_set: str) -> KernelLibrary:
 
 
 def kernels_problem() -> str | None:
-    """What is wrong with the compiled kernels, so that they are not used; None where nothing is, or there are none."""
+    """Returns what is wrong with the compiled kernels, so that they are not used; None where nothing is, or there are
+    none."""
     return None if os.environ.get("OUTRIDER_KERNELS") == "off" else _examined()[1]
 
 
@@ -159,7 +147,7 @@ def _examined() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def damage(file: Path) -> str | None:
-    """How a library differs from what was compiled, by the size and the digest that were written down then.
+    """Returns how a library differs from what was compiled, by the size and the digest that were written down then.
 
     Without these it is taken as it is: whoever compiles it in another way writes none.
     """

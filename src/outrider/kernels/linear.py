@@ -107,7 +107,6 @@ def use_packed_linear(model: nn.Module, library: KernelLibrary, transposed: tupl
 
     Args:
         model: The model, which is changed in place.
-        library: The kernels.
         transposed: The types of linear layers whose weight is [in_features, out_features].
     """
     _pack_transposed(model, library, transposed)

@@ -25,51 +25,37 @@ MOST_TAPS = 16
 
 @dataclass(frozen=True)
 class Mixer:
-    """What a layer with a running state has beside its two projections.
+    """Holds what a layer with a running state has beside its two projections.
 
     The projection into a layer begins with the channels of the convolution. Behind a delta rule's queries, keys and values
     stand gates, shares and steps; behind a scan's queries (C), keys (B) and values (x) stand gates and steps. A convolution
     alone has gates of what enters it, and gates of what leaves it.
-
-    Attributes:
-        kind: What it computes.
-        taps: [width, num_channels] the factors of the convolution, those of the row itself last.
-        tap_bias: [num_channels], or None.
-        num_heads, num_key_heads, key_dim, value_dim: The sizes of the matrices; 0 without any.
-        rates: [num_heads] the logarithm of what a step of 1 leaves of a matrix.
-        step_bias: [num_heads], added to steps before their softplus.
-        step_limits: The least and the most that a step may be.
-        skip: [num_heads] the share of a value that is added to what its matrix says, or None.
-        norm_weight: [num_heads * value_dim]
-        norm_size: How many numbers are normalised together.
-        gates_first: Whether gates come before the norm.
-        epsilon: What is added to the mean square.
     """
 
-    kind: MixerKind
-    taps: Tensor
-    tap_bias: Tensor | None = None
-    num_heads: int = 0
-    num_key_heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-    rates: Tensor | None = None
-    step_bias: Tensor | None = None
-    step_limits: tuple[float, float] = (0.0, float("inf"))
-    skip: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_size: int = 0
-    gates_first: bool = False
-    epsilon: float = 0.0
+    kind: MixerKind  # what it computes
+    taps: Tensor  # [width, num_channels] the factors of the convolution, those of the row itself last
+    tap_bias: Tensor | None = None  # [num_channels], or None
+    num_heads: int = 0  # the sizes of the matrices; 0 without any
+    num_key_heads: int = 0  # the sizes of the matrices; 0 without any
+    key_dim: int = 0  # the sizes of the matrices; 0 without any
+    value_dim: int = 0  # the sizes of the matrices; 0 without any
+    rates: Tensor | None = None  # [num_heads] the logarithm of what a step of 1 leaves of a matrix
+    step_bias: Tensor | None = None  # [num_heads], added to steps before their softplus
+    step_limits: tuple[float, float] = (0.0, float("inf"))  # the least and the most that a step may be
+    skip: Tensor | None = None  # [num_heads] the share of a value that is added to what its matrix says, or None
+    norm_weight: Tensor | None = None  # [num_heads * value_dim]
+    norm_size: int = 0  # how many numbers are normalised together
+    gates_first: bool = False  # whether gates come before the norm
+    epsilon: float = 0.0  # what is added to the mean square
 
     @property
     def width(self) -> int:
-        """How many inputs of a channel are added up."""
+        """Returns how many inputs of a channel are added up."""
         return len(self.taps)
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution."""
+        """Returns the number of channels of the convolution."""
         return self.taps.shape[1]
 
 
@@ -98,11 +84,6 @@ class MixerWeights:
 class MixerRows:
     """The rows of a pass in one layer: what they read, and what they leave.
 
-    Args:
-        mixer: The layer's.
-        num_rows: Of all texts.
-        real: The dtype that the kernels compute in.
-
     Attributes:
         inputs: [num_rows, num_channels] the tape of the convolution.
         updates: The tape of the matrices, in the order of `recurrence.MatrixUpdates`; empty without matrices.
@@ -125,11 +106,11 @@ class MixerRows:
             self._states.read(state)
 
     def keep_windows(self, like: Tensor, first: int, rows: Collection[int]) -> dict[int, Tensor]:
-        """Where the windows behind some rows go, which are counted from row `first` of the pass."""
+        """Returns where the windows behind some rows go, which are counted from row `first` of the pass."""
         return self._windows.keep(like, first, rows)
 
     def keep_states(self, like: Tensor, first: int, rows: Collection[int]) -> dict[int, Tensor]:
-        """The same for matrices."""
+        """Keeps the states of matrices behind rows."""
         return self._states.keep(like, first, rows)
 
     @property
@@ -142,7 +123,7 @@ class MixerRows:
 
 
 class _Places:
-    """Where states lie: those before the pass by text, and those behind rows by row."""
+    """Says where states lie: those before the pass by text, and those behind rows by row."""
 
     def __init__(self, num_rows: int) -> None:
         self._read: list[Tensor] = []
@@ -164,7 +145,7 @@ class _Places:
 
 
 def mixer_structs(mixed: Sequence[MixerRows | None]) -> ctypes.Array[MixerRowsStruct]:
-    """What layers read and leave, in the order in which they run; None for those without a running state."""
+    """Returns what layers read and leave, in the order in which they run; None for those without a running state."""
     structs = (MixerRowsStruct() if rows is None else rows.struct for rows in mixed)
     return (MixerRowsStruct * len(mixed))(*structs)
 
@@ -176,34 +157,28 @@ def mixer_structs(mixed: Sequence[MixerRows | None]) -> ctypes.Array[MixerRowsSt
 
 @dataclass(frozen=True)
 class MatrixUpdates:
-    """What rows do to the matrices of a text, [num_heads, key_dim, value_dim].
+    """Holds what rows do to the matrices of a text, [num_heads, key_dim, value_dim].
 
     A row multiplies the matrix of a head by its decay, and adds the key times the value to it; or the key times a share
     of the difference between the value and what the matrix says of the key. The same key serves num_heads / num_key_heads
     heads in a row.
-
-    Attributes:
-        keys: [num_rows, num_key_heads, key_dim]
-        values: [num_rows, num_heads, value_dim]
-        decays: [num_rows, num_heads, 1], [num_rows, num_heads, key_dim] or [num_rows, num_heads, key_dim, value_dim]
-        shares: [num_rows, num_heads, 1]; None where values are added as they are.
     """
 
-    keys: Tensor
-    values: Tensor
-    decays: Tensor
-    shares: Tensor | None = None
+    keys: Tensor  # [num_rows, num_key_heads, key_dim]
+    values: Tensor  # [num_rows, num_heads, value_dim]
+    decays: Tensor  # [num_rows, num_heads, 1], [num_rows, num_heads, key_dim] or [num_rows, num_heads, key_dim, value_dim]
+    shares: Tensor | None = None  # [num_rows, num_heads, 1]; None where values are added as they are
 
     @property
     def decay(self) -> Decay:
-        """What has a factor of its own."""
+        """Returns what has a factor of its own."""
         if self.decays.dim() == 4:
             return Decay.OF_ALL
         return Decay.OF_HEADS if self.decays.shape[-1] == 1 else Decay.OF_KEYS
 
 
 def usable(state: Tensor) -> bool:
-    """Whether the kernel takes this state."""
+    """Tells whether the kernel takes this state."""
     return state.device.type == "cpu" and state.dtype in (torch.float32, torch.float64)
 
 
@@ -218,10 +193,6 @@ def advance(
     """Compute rows one after another.
 
     Args:
-        library: The kernels.
-        state: Before the first row; it is not changed.
-        rows: What they do.
-        queries: In which direction they read the state behind them.
         parents: The row before each one, -1 for the state; None for a chain.
         wanted: Rows behind which the state is asked for.
 

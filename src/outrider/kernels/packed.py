@@ -29,12 +29,7 @@ class PackedWeights:
     """A weight matrix [out_features, in_features] in the order of the kernels.
 
     Args:
-        library: The kernels of this processor.
-        stored: The matrix. Several are stacked, without a copy of them. Where their formats differ, or the orders of their
-            inputs, those behind the first ones are packed as `tail`.
         bias: [out_features] or None.
-        consume: Whether a matrix that stands alone is freed while it is packed, since both forms might not fit. Nobody
-            may read it afterwards.
 
     Attributes:
         real: The dtype of the products: float64 for float64 weights, float32 for all others.
@@ -46,9 +41,6 @@ class PackedWeights:
         scale, bias: [width] of dtype `real`, or None. Scales of groups lie in the panels.
         places: int32 [in_features] where the weights of each input lie, or None where they lie in order.
         tail: The weights whose outputs come behind these, in another format. Or None.
-
-    Raises:
-        ValueError: The kernels cannot compute these matrices one behind another.
     """
 
     def __init__(
@@ -106,7 +98,7 @@ class PackedWeights:
         return found
 
     def shares_rows_with(self, other: PackedWeights) -> bool:
-        """Whether rows enter products with both in the same form."""
+        """Tells whether rows enter products with both in the same form."""
         if self.places is None or other.places is None:
             same_places = self.places is other.places
         else:
@@ -189,7 +181,7 @@ def product(library: KernelLibrary, weights: LinearStruct, rows: Tensor) -> Tens
 
 
 def _lowers(fmt: WeightFormat) -> bool:
-    """Whether rows are made smaller before they are multiplied with whole numbers, whose scales come at the end."""
+    """Tells whether rows are made smaller before they are multiplied with whole numbers, whose scales come at the end."""
     return fmt.code not in (FormatCode.REAL, FormatCode.BF16)
 
 
@@ -276,7 +268,7 @@ def _c_library() -> ctypes.CDLL:
 
 
 def _is_of_file(begin: int, end: int) -> bool:
-    """Whether all pages that lie in memory are unchanged pages of a file. False where the system does not say it."""
+    """Tells whether all pages that lie in memory are unchanged pages of a file. False where the system does not say it."""
     try:
         with open("/proc/self/pagemap", "rb") as file:
             file.seek(8 * begin)

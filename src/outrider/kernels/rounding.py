@@ -54,7 +54,6 @@ def unrounded(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         data: int8 [out_features, in_features]
         scale: float32 [out_features]
-        dtype: Of the result.
     """
     weight = torch.empty(data.shape, dtype=dtype, device=data.device)
     library = _library_for(weight) if data.is_contiguous() and scale.is_contiguous() else None
@@ -122,7 +121,6 @@ def unrounded_groups(data: Tensor, scale: Tensor, zero: Tensor | None, dtype: to
         data: Whole numbers [out_features, in_features].
         scale: [out_features, groups]
         zero: [out_features, groups], or None where nothing is subtracted.
-        dtype: Of the result.
     """
     weight = torch.empty(data.shape, dtype=dtype, device=data.device)
     for rows in parts(data):

@@ -127,13 +127,13 @@ def _grouped_mm(
 
 
 def _has_sums(operands: list[Tensor]) -> bool:
-    """Whether a product of matrices adds up more than one term."""
+    """Tells whether a product of matrices adds up more than one term."""
     matrices = [operand for operand in operands if operand.dim() > 1]
     return len(matrices) > 1 and matrices[0].shape[-1] > 1
 
 
 def _is_exact(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a function of single numbers has the same bits anyway: small powers are products, and roots are rounded
+    """Tells whether a function of single numbers has the same bits anyway: small powers are products, and roots are rounded
     correctly where they are not rounded twice."""
     if func in (_aten.pow.Tensor_Scalar, _aten.pow_.Scalar):
         return args[1] in (1, 2, 3)
@@ -141,7 +141,7 @@ def _is_exact(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def fills_vectors(x: Tensor) -> bool:
-    """Whether a function of single numbers computes all of `x` in whole vectors and in one thread anyway."""
+    """Tells whether a function of single numbers computes all of `x` in whole vectors and in one thread anyway."""
     return x.numel() <= _PIECE and not x.numel() % _VECTORS and x.is_contiguous() and not x.data_ptr() % _VECTORS
 
 

@@ -22,7 +22,7 @@ _I64 = ctypes.c_int64
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether there are kernels and they take these tensors [n, vocab_size]."""
+    """Tells whether there are kernels and they take these tensors [n, vocab_size]."""
     device, dtype = tensors[0].device, tensors[0].dtype
     if dtype not in (torch.float32, torch.float64) or any(t.dtype != dtype or t.device != device for t in tensors):
         return False

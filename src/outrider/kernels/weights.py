@@ -27,17 +27,11 @@ def stored_weight(module: nn.Linear | nn.Embedding) -> StoredWeight:
 
 
 class ExpertStack(NamedTuple):
-    """One projection of all experts of a layer.
+    """One projection of all experts of a layer."""
 
-    Attributes:
-        module: The module that holds it.
-        name: The name of the parameter, [num_experts, out_features, in_features].
-        transposed: Whether the last two dimensions are the other way round.
-    """
-
-    module: Any
-    name: str
-    transposed: bool
+    module: Any  # the module that holds it
+    name: str  # the name of the parameter, [num_experts, out_features, in_features]
+    transposed: bool  # whether the last two dimensions are the other way round
 
     def stored(self) -> StoredWeight:
         """Its weights as they are stored."""
@@ -68,7 +62,8 @@ class ExpertStack(NamedTuple):
 
     @property
     def is_computed_as_stored(self) -> bool:
-        """Whether stock products take its stored numbers, since these lie nowhere else, or since rows are rounded, too."""
+        """Tells whether stock products take its stored numbers, since these lie nowhere else, or since rows are rounded,
+        too."""
         kept = getattr(self.module, "quantised_stacks", {}).get(self.name)
         return kept is not None and (kept.format.code is FormatCode.BLOCKS or kept.format.rounds_rows)
 
@@ -188,13 +183,6 @@ def quantise_linears(
 
     Args:
         model: The model, which is changed in place.
-        fmt: The format of the rounded weights.
-        stacks: The projections of its experts, which are no layers of their own. They are rounded, too.
-        name: What to call the model in errors.
-
-    Raises:
-        InvalidParameterError: Groups do not divide the inputs of a layer. Nothing has been changed.
-        UnsupportedModelError: A weight is not finite.
     """
     linears = {f"{path}.weight": module for path, module in model.named_modules() if type(module) is nn.Linear}
     paths = {id(module): path for path, module in model.named_modules()}
@@ -245,16 +233,13 @@ def _quantise(module: nn.Linear, fmt: WeightFormat, path: str) -> None:
 
 
 def _is_kept(weight: Tensor) -> bool:
-    """Whether rounded weights are kept as they are. Others are computed in their own precision, or without our kernels."""
+    """Tells whether rounded weights are kept as they are. Others are computed in their own precision, or without our
+    kernels."""
     return is_plain(weight.dtype) and weight.dtype != torch.float64 and weight.device.type == "cpu"
 
 
 def check_groups(fmt: WeightFormat, inputs: dict[str, int]) -> None:
-    """Refuse groups that do not divide the inputs of all these weights, and say which do.
-
-    Raises:
-        InvalidParameterError: They do not.
-    """
+    """Refuse groups that do not divide the inputs of all these weights, and say which do."""
     misfit = next((path for path, count in inputs.items() if not fmt.takes(count)), None)
     if misfit is None:
         _check_rows(fmt, inputs)
@@ -317,12 +302,12 @@ _LEAST = 2.0**-100
 
 
 def takes_rows(fmt: WeightFormat, in_features: int) -> bool:
-    """Whether rows of so many inputs can be rounded for weights of this format."""
+    """Tells whether rows of so many inputs can be rounded for weights of this format."""
     return in_features % (_own_group(fmt) or ROW_GROUPS[-1]) == 0
 
 
 def row_group(fmt: WeightFormat, in_features: int) -> int:
-    """How many inputs of a row share a scale."""
+    """Returns how many inputs of a row share a scale."""
     return _own_group(fmt) or next(group for group in ROW_GROUPS if in_features % group == 0)
 
 
@@ -352,13 +337,13 @@ def rounded_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def unrounded_rows(rows: Tensor, group: int) -> Tensor:
-    """What rows [..., in_features] stand for once they are rounded, in float32."""
+    """Returns what rows [..., in_features] stand for once they are rounded, in float32."""
     numbers, scale = rounded_rows(rows, group)
     return (numbers * scale).flatten(-2)
 
 
 def unrounded_rows_for(rows: Tensor, stored: StoredWeight) -> Tensor:
-    """What rows [..., in_features] stand for in a product with these weights, in float32."""
+    """Returns what rows [..., in_features] stand for in a product with these weights, in float32."""
     group = row_group(stored.format, rows.shape[-1])
     if stored.order is None:
         return unrounded_rows(rows, group)

@@ -14,28 +14,18 @@ from operator import mul
 
 
 def expected_tokens(chances: Iterable[float]) -> float:
-    """Tokens that a round is expected to write, the target's own included.
-
-    Args:
-        chances: For each draft token in order, the chance that it stands where all before it stand.
-    """
+    """Tokens that a round is expected to write, the target's own included."""
     reached: Iterable[float] = accumulate(chances, mul)
     return 1.0 + sum(reached)
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """What a pass of a model takes: the time of its bytes or of its arithmetic, whichever is longer.
+    """Holds what a pass of a model takes: the time of its bytes or of its arithmetic, whichever is longer."""
 
-    Attributes:
-        read_seconds: Time to read all weights.
-        row_seconds: Time of the arithmetic of one row; 0 where arithmetic never limits.
-        text_seconds: Time to read the KV of one text.
-    """
-
-    read_seconds: float
-    row_seconds: float = 0.0
-    text_seconds: float = 0.0
+    read_seconds: float  # time to read all weights
+    row_seconds: float = 0.0  # time of the arithmetic of one row; 0 where arithmetic never limits
+    text_seconds: float = 0.0  # time to read the KV of one text
 
     @staticmethod
     def of(
@@ -49,11 +39,7 @@ class PassCost:
         """The cost from sizes: two operations for each weight and row.
 
         Args:
-            gigabytes: Of weights.
-            bandwidth: Gigabytes a second.
             teraflops: Operations a second, in 10**12; None where arithmetic never limits.
-            bytes_per_weight: Of the weights' type.
-            kv_gb: Gigabytes of KV that a pass reads for each text.
         """
         row_seconds = 0.0 if teraflops is None else 2.0 * gigabytes / bytes_per_weight / (1000.0 * teraflops)
         return PassCost(gigabytes / bandwidth, row_seconds, kv_gb / bandwidth)
@@ -65,17 +51,11 @@ class PassCost:
 
 @dataclass(frozen=True)
 class Round:
-    """One round of drafting and verifying.
+    """One round of drafting and verifying."""
 
-    Attributes:
-        num_draft_tokens: Length of each draft.
-        tokens: Tokens that each text is expected to gain.
-        passes: Time of the round, in passes of plain decoding.
-    """
-
-    num_draft_tokens: int
-    tokens: float
-    passes: float
+    num_draft_tokens: int  # length of each draft
+    tokens: float  # tokens that each text is expected to gain
+    passes: float  # time of the round, in passes of plain decoding
 
     @property
     def speedup(self) -> float:
@@ -85,17 +65,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Economics:
-    """A target, a draft and what lies between them.
+    """A target, a draft and what lies between them."""
 
-    Attributes:
-        target: What a pass of the target costs.
-        draft: What a pass of the draft costs.
-        host: Time of a round outside of all passes, in passes of plain decoding.
-    """
-
-    target: PassCost
-    draft: PassCost
-    host: float = 0.0
+    target: PassCost  # what a pass of the target costs
+    draft: PassCost  # what a pass of the draft costs
+    host: float = 0.0  # time of a round outside of all passes, in passes of plain decoding
 
     @staticmethod
     def of_ratio(cost_ratio: float, host: float = 0.0) -> Economics:
@@ -107,13 +81,7 @@ class Economics:
         return self.draft.seconds(batch, batch) / self.target.seconds(batch, batch)
 
     def round(self, acceptance: float, num_draft_tokens: int, batch: int = 1) -> Round:
-        """A round of drafts of this length.
-
-        Args:
-            acceptance: Chance that a draft token stands where all before it stand.
-            num_draft_tokens: Length; 0 decodes plainly.
-            batch: Texts that are written at a time.
-        """
+        """A round of drafts of this length."""
         plain = self.target.seconds(batch, batch)
         verify = self.target.seconds(batch * (num_draft_tokens + 1), batch)
         passes = verify / plain + num_draft_tokens * self.cost_ratio(batch) + (self.host if num_draft_tokens else 0.0)

@@ -26,13 +26,7 @@ FILE_ROUNDING: QuantizationName = "int4-g32"
 
 
 def read_context(config: ModelConfig) -> int:
-    """The longest sequence of a checkpoint, in tokens. Its configuration alone is read.
-
-    Raises:
-        ModelLoadError: Not on the hub, or unreadable.
-        InvalidParameterError: max_model_len exceeds the context.
-        UnsupportedModelError: Not a causal decoder.
-    """
+    """The longest sequence of a checkpoint, in tokens. Its configuration alone is read."""
     if is_gguf(config.model):
         return longest_text(config, read_file_config(config, read_gguf(config.model)))
     source = source_options(config)
@@ -40,12 +34,8 @@ def read_context(config: ModelConfig) -> int:
 
 
 def read_needs(config: ModelConfig) -> Needs | None:
-    """What a checkpoint takes of memory; None where that is not known. Its configuration and headers alone are read.
-
-    Raises:
-        ModelLoadError: Not on the hub, or unreadable.
-        UnsupportedModelError: Not a causal decoder.
-    """
+    """Returns what a checkpoint takes of memory; None where that is not known. Its configuration and headers alone are
+    read."""
     if is_gguf(config.model):
         file = read_gguf(config.model)
         return needs(config, read_file_config(config, file), file.nbytes)
@@ -54,16 +44,7 @@ def read_needs(config: ModelConfig) -> Needs | None:
 
 
 def read_hf_config(config: ModelConfig, source: dict[str, Any]) -> Any:
-    """The configuration of a folder or hub id, checked before transformers makes anything from it.
-
-    Args:
-        config: Which checkpoint, and how it is to be loaded.
-        source: As `source_options` gives it.
-
-    Raises:
-        ModelLoadError: Not on the hub, unreadable, or no decoder can be like this.
-        UnsupportedModelError: Not a causal decoder, or weights in a form that is not loaded here.
-    """
+    """The configuration of a folder or hub id, checked before transformers makes anything from it."""
     from transformers import AutoConfig
 
     check_files(config.model)
@@ -79,11 +60,7 @@ def read_hf_config(config: ModelConfig, source: dict[str, Any]) -> Any:
 
 def read_file_config(config: ModelConfig, file: GgufFile) -> Any:
     """The configuration that a file describes. It is quantised already, so it is not rounded again, but for blocks of 5 and
-    8 bits that may become blocks of 4.
-
-    Raises:
-        UnsupportedModelError: Another rounding is asked for.
-    """
+    8 bits that may become blocks of 4."""
     found = read_config(file)
     if config.quantization not in (None, FILE_ROUNDING):
         raise UnsupportedModelError(
@@ -99,12 +76,7 @@ def read_file_config(config: ModelConfig, file: GgufFile) -> Any:
 
 
 def longest_text(config: ModelConfig, hf_config: Any) -> int:
-    """The checkpoint's context, or less where the caller asks or where rotary factors begin to change with every token.
-
-    Raises:
-        InvalidParameterError: max_model_len exceeds the context.
-        ModelLoadError: The configuration's context is not a positive number.
-    """
+    """The checkpoint's context, or less where the caller asks or where rotary factors begin to change with every token."""
     text_config = hf_modules.decoder_config(hf_config)
     written = getattr(text_config, "max_position_embeddings", None)
     context = LONGEST_TEXT if written is None else written
@@ -175,12 +147,7 @@ def check_rounded_rows(config: ModelConfig, *, brought: bool) -> None:
 
 
 def has_rounded_weights(config: ModelConfig) -> bool:
-    """Whether weights of a checkpoint are rounded at load, or were in its files. Its configuration alone is read.
-
-    Raises:
-        ModelLoadError: Not on the hub, or unreadable.
-        UnsupportedModelError: Not a causal decoder.
-    """
+    """Tells whether weights of a checkpoint are rounded at load, or were in its files. Its configuration alone is read."""
     if is_gguf(config.model):
         return rows_may_be_rounded(read_gguf(config.model))
     if config.quantization is not None:
@@ -191,15 +158,15 @@ def has_rounded_weights(config: ModelConfig) -> bool:
 
 
 def rounds_rows(config: ModelConfig) -> bool:
-    """Whether rows of a checkpoint are rounded to 8 bits on a CPU: where the caller asks for it, and unasked where a file
-    with blocks is computed by our kernels, as llama.cpp computes it. Its configuration alone is read."""
+    """Tells whether rows of a checkpoint are rounded to 8 bits on a CPU: where the caller asks for it, and unasked where a
+    file with blocks is computed by our kernels, as llama.cpp computes it. Its configuration alone is read."""
     if config.activations is not None:
         return config.asks_for_rounded_rows
     return is_gguf(config.model) and usually_rounds_rows(read_gguf(config.model))
 
 
 def usually_rounds_rows(file: GgufFile) -> bool:
-    """Whether rows are rounded that meet the blocks of a file, unless the caller says otherwise."""
+    """Tells whether rows are rounded that meet the blocks of a file, unless the caller says otherwise."""
     return rows_may_be_rounded(file) and not mixes_rows(file) and kernel_library() is not None
 
 

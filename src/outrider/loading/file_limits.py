@@ -20,17 +20,7 @@ _NAMES = {
 
 
 def check_file_limit(model: str, name: str, found: int) -> None:
-    """See that a file has no more of something than any model has.
-
-    Args:
-        model: Path or hub id.
-        name: Of the limit.
-        found: What the file has.
-
-    Raises:
-        ModelLoadError: It has more.
-        InvalidParameterError: The variable does not set limits.
-    """
+    """See that a file has no more of something than any model has."""
     most = file_limits()[name]
     if found > most:
         problem = f"it has {_NAMES[name].format(found)}, and {name} of files are limited to {most:,}"
@@ -38,11 +28,7 @@ def check_file_limit(model: str, name: str, found: int) -> None:
 
 
 def file_limits() -> dict[str, int]:
-    """The limits, with those that the variable sets.
-
-    Raises:
-        InvalidParameterError: It does not.
-    """
+    """The limits, with those that the variable sets."""
     found = dict(LIMITS)
     for setting in os.environ.get(VARIABLE, "").replace(",", " ").split():
         name, _, value = setting.partition("=")

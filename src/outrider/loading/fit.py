@@ -37,8 +37,8 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def nbytes(self, dtype: torch.dtype | None, rounded: WeightFormat | None = None) -> int:
-        """What it takes, loaded in `dtype`, or as it is stored for None; matrices but for embeddings in the format to which
-        they are rounded."""
+        """Returns what it takes, loaded in `dtype`, or as it is stored for None; matrices but for embeddings in the format
+        to which they are rounded."""
         is_matrix = len(self.shape) == 2 and not any(part in self.name for part in ("embed", "wte", "wpe"))
         if rounded is not None and is_matrix:
             return rounded.nbytes(*self.shape)
@@ -49,20 +49,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model takes of memory.
+    """Holds what a model takes of memory."""
 
-    Attributes:
-        weight_bytes: For its weights, as they are loaded.
-        kv_token_bytes: For keys and values of a token; 0 where that is not known.
-    """
-
-    weight_bytes: int
-    kv_token_bytes: int
+    weight_bytes: int  # for its weights, as they are loaded
+    kv_token_bytes: int  # for keys and values of a token; 0 where that is not known
 
 
 def needs(config: ModelConfig, hf_config: Any, file_bytes: int | None = None) -> Needs | None:
-    """What a checkpoint takes; None where its model is no folder with safetensors files. `file_bytes` are those of tensors
-    that stay as a file has them."""
+    """Returns what a checkpoint takes; None where its model is no folder with safetensors files. `file_bytes` are those of
+    tensors that stay as a file has them."""
     tensors = stored_tensors(Path(config.model))
     if not tensors and file_bytes is None:
         return None
@@ -77,14 +72,8 @@ def check_fit(
     """Refuse a checkpoint that does not fit, with the numbers.
 
     Args:
-        config: What is asked for. Where its model is no folder with safetensors files, nothing is known or refused.
-        hf_config: transformers' configuration of the model.
-        device: Where it is to lie.
         kv_tokens: How many tokens of keys and values are asked for; None for as many as there is room for.
         file_bytes: The bytes of tensors that stay as a file has them; None where they are loaded in a dtype.
-
-    Raises:
-        ModelTooLargeError: Weights, and keys and values, take more than there is.
     """
     available = available_bytes(device)
     found = needs(config, hf_config, file_bytes)
@@ -121,11 +110,7 @@ def file_headers(folder: Path) -> Iterator[tuple[Path, list[StoredTensor]]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises:
-        ModelLoadError: Its index is malformed.
-    """
+    """The safetensors files of a checkpoint."""
     if (folder / WHOLE).is_file():  # transformers reads no index beside it
         return [folder / WHOLE]
     names = indexed_files(str(folder), folder / _INDEX) if (folder / _INDEX).is_file() else []
@@ -192,7 +177,7 @@ def _remedy(
     available: int,
     kv_tokens: int | None,
 ) -> str:
-    """What would fit."""
+    """Returns what would fit."""
     ways = []
     tokens = kv_tokens or 0
     per_token = _kv_bytes_per_token(hf_config, dtype or torch.float32)
@@ -226,10 +211,6 @@ _VERSIONS = (
 def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     """The memory of a device that is free, or can be freed at once, within the limits of this process.
 
-    Args:
-        device: On the CPU, the smaller of what the system has and of what the control groups of this process leave.
-        root: The root of the file system, for tests.
-
     Returns:
         Bytes; None where the system does not say.
     """
@@ -254,7 +235,7 @@ def _of_system(root: Path) -> int | None:
 
 
 def _of_group(root: Path, version: tuple[str, str, str, str]) -> int | None:
-    """What the control group of this process leaves, or one that holds it. None where there is no limit."""
+    """Returns what the control group of this process leaves, or one that holds it. None where there is no limit."""
     mount, limit_name, use_name, cache_name = version
     mounted = root / mount
     own = mounted / _own_group(root, version is _VERSIONS[1]).lstrip("/")

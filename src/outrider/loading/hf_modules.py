@@ -42,11 +42,7 @@ _KEEPS = {
 @contextmanager
 def loading_bars(between: Callable[[], None]) -> Iterator[None]:
     """Within the block, transformers shows no bars: a library does not print unasked. Who sets a hook for them, or the
-    verbosity to "info", has asked. Downloads from the hub, which take long, keep theirs.
-
-    Args:
-        between: Called before every weight, and wherever else a bar would move. It may raise.
-    """
+    verbosity to "info", has asked. Downloads from the hub, which take long, keep theirs."""
     shown = hf_logging.get_verbosity() <= hf_logging.INFO
 
     def watched(factory: Any, args: Any, kwargs: Any) -> Any:
@@ -92,7 +88,7 @@ class _WatchedBar:
 
 @contextmanager
 def swaps_undone() -> Iterator[None]:
-    """What transformers swaps while it builds a model is what it was before the block, however the block ends."""
+    """Returns what transformers swaps while it builds a model is what it was before the block, however the block ends."""
     dtype = torch.get_default_dtype()
     before = [(owner, name, getattr(owner, name)) for owner, name in _swapped()]
     try:
@@ -161,7 +157,7 @@ def use_stock_experts(model: Any) -> None:
 
 
 def takes_packed_experts(module: Any) -> bool:
-    """Whether the experts of a module have the form that is known here."""
+    """Tells whether the experts of a module have the form that is known here."""
     up = "gate_up_proj" if getattr(module, "has_gate", False) else "up_proj"
     return {stack.name for stack in expert_stacks(module)} == {up, "down_proj"} and hasattr(module, "_apply_gate")
 
@@ -172,8 +168,8 @@ def _packed_experts(
     top_k_index: Tensor,  # [num_rows, num_chosen]
     top_k_weights: Tensor,  # [num_rows, num_chosen]
 ) -> Tensor:
-    """What transformers calls in each layer of experts. What is added to a row comes in the order of the experts, as in its
-    plain implementation; what stands between the products is computed for all experts at once."""
+    """Returns what transformers calls in each layer of experts. What is added to a row comes in the order of the experts,
+    as in its plain implementation; what stands between the products is computed for all experts at once."""
     up, down = (_projection(module, name) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"))
     experts, order = torch.sort(top_k_index.flatten(), stable=True)  # [num_rows * num_chosen] both
     rows = order // top_k_index.shape[-1]
@@ -199,22 +195,22 @@ def stock_attention(model: Any) -> str:
 
 
 def attends(config: Any) -> bool:
-    """Whether any layer of a model attends."""
+    """Tells whether any layer of a model attends."""
     return any(StateKind.KEYS_AND_VALUES in layer.keeps for layer in layer_specs(config))
 
 
 def has_encoder(config: Any) -> bool:
-    """Whether an encoder reads a source before the decoder writes."""
+    """Tells whether an encoder reads a source before the decoder writes."""
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
 def reads_text(config: Any) -> bool:
-    """Whether transformers has a model of this type that reads text and writes text."""
+    """Tells whether transformers has a model of this type that reads text and writes text."""
     return getattr(config, "model_type", None) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 
 def is_causal(config: Any) -> bool:
-    """Whether transformers, or code that the checkpoint brings, has a causal language model of this type."""
+    """Tells whether transformers, or code that the checkpoint brings, has a causal language model of this type."""
     brought = getattr(config, "auto_map", None) or {}
     return "AutoModelForCausalLM" in brought or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -229,8 +225,8 @@ def decoder_config(config: Any) -> Any:
 
 
 def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
-    """What each layer of a model keeps of a text and how far back it looks, from the configuration (attention functions are
-    not told reliably)."""
+    """Returns what each layer of a model keeps of a text and how far back it looks, from the configuration (attention
+    functions are not told reliably)."""
     of_source = frozenset({StateKind.SOURCE}) if has_encoder(config) else frozenset()
     return tuple(_layer_spec(name, size, of_source) for name, size in _layers(config))
 
@@ -243,11 +239,7 @@ class KeyHeads(NamedTuple):
 
 
 def key_heads(config: Any) -> list[KeyHeads]:
-    """The heads of keys by layer, as usual attention has them. Those of Gemma 4 differ from layer to layer.
-
-    Raises:
-        AttributeError: The configuration does not say them.
-    """
+    """The heads of keys by layer, as usual attention has them. Those of Gemma 4 differ from layer to layer."""
     text = decoder_config(config)
     layers = range(text.num_hidden_layers)
     own = [text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text for layer in layers]
@@ -307,20 +299,12 @@ def _original_context(config: Any, rope_type: str) -> int | None:
 
 
 def decoder_layers(model: Any) -> Any:
-    """The decoder layers of a model, in order.
-
-    Raises:
-        ValueError: They are not one list, so that they cannot be chosen from.
-    """
+    """The decoder layers of a model, in order."""
     return _stack_and_layers(model)[1]
 
 
 def decoder_stack(model: Any) -> Any:
-    """The module that holds the decoder layers of a model, and what comes before and after them.
-
-    Raises:
-        ValueError: They are not one list.
-    """
+    """The module that holds the decoder layers of a model, and what comes before and after them."""
     return _stack_and_layers(model)[0]
 
 

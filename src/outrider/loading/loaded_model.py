@@ -25,66 +25,46 @@ _TRIAL_SOURCE_LEN = 16
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What must be known of the encoder of a model.
+    """Holds what must be known of the encoder of a model."""
 
-    Attributes:
-        max_source_len: Tokens of the longest source.
-        width: Of the hidden states that it leaves.
-        text_start: The tokens that every text begins with: the decoder's start token, and tokens that the checkpoint's
-            generation config forces behind it.
-    """
-
-    max_source_len: int
-    width: int
+    max_source_len: int  # tokens of the longest source
+    width: int  # of the hidden states that it leaves
+    # The tokens that every text begins with: the decoder's start token, and tokens that the checkpoint's generation config
+    # forces behind it.
     text_start: tuple[int, ...]
 
     def begin(self, decoder_prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """What a text begins with whose caller gives so much of it, the start tokens among it; empty for nothing."""
+        """Returns what a text begins with whose caller gives so much of it, the start tokens among it; empty for
+        nothing."""
         return decoder_prompt if len(decoder_prompt) > len(self.text_start) else self.text_start
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model in memory.
+    """A causal language model in memory."""
 
-    Attributes:
-        name: Path or hub id.
-        model: The transformers model, in evaluation mode.
-        tokenizer: Its tokenizer; None where the checkpoint brings none, and then prompts are token ids.
-        vocab_size: Width of the logits.
-        max_model_len: Longest sequence it may hold.
-        eos_token_ids: Tokens that end a text.
-        device: Where it lies.
-        dtype: Of its weights.
-        slices_logits: Whether its forward computes the head for chosen rows only.
-        long_rope_after: Texts longer than this use other rotary factors for all their tokens; None where none do.
-        generation_defaults: What its generation config, or its file, says of sampling, by the names of SamplingParams; not
-            validated.
-        rounds_rows: Whether what enters its linear layers is rounded to 8 bits.
-        source: How the files of its checkpoint are found again; None where it is no folder and not on the hub.
-        file: The GGUF file that it comes from, if it comes from one.
-        encoder: What reads a source before a text begins; None for a decoder alone.
-    """
-
-    name: str
-    model: Any
-    tokenizer: Any | None
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    device: torch.device
-    dtype: torch.dtype
-    slices_logits: bool
+    name: str  # path or hub id
+    model: Any  # the transformers model, in evaluation mode
+    tokenizer: Any | None  # its tokenizer; None where the checkpoint brings none, and then prompts are token ids
+    vocab_size: int  # width of the logits
+    max_model_len: int  # longest sequence it may hold
+    eos_token_ids: frozenset[int]  # tokens that end a text
+    device: torch.device  # where it lies
+    dtype: torch.dtype  # of its weights
+    slices_logits: bool  # whether its forward computes the head for chosen rows only
+    # Texts longer than this use other rotary factors for all their tokens; None where none do.
     long_rope_after: int | None = None
+    # What its generation config, or its file, says of sampling, by the names of SamplingParams; not validated.
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
-    rounds_rows: bool = False
+    rounds_rows: bool = False  # whether what enters its linear layers is rounded to 8 bits
+    # How the files of its checkpoint are found again; None where it is no folder and not on the hub.
     source: Mapping[str, Any] | None = None
-    file: str | None = None
-    encoder: EncoderFacts | None = None
+    file: str | None = None  # the GGUF file that it comes from, if it comes from one
+    encoder: EncoderFacts | None = None  # what reads a source before a text begins; None for a decoder alone
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each of its layers keeps of a text, and how far back it looks."""
+        """Returns what each of its layers keeps of a text, and how far back it looks."""
         return hf_modules.layer_specs(self.model.config)
 
     @cached_property
@@ -94,7 +74,8 @@ class LoadedModel:
 
     @property
     def text_start(self) -> tuple[int, ...] | None:
-        """What every text begins with, where an encoder reads the prompt; None where texts begin with their prompts."""
+        """Returns what every text begins with, where an encoder reads the prompt; None where texts begin with their
+        prompts."""
         return None if self.encoder is None else self.encoder.text_start
 
     @cached_property
@@ -112,20 +93,12 @@ class LoadedModel:
 
     @property
     def arithmetic(self) -> str:
-        """What it computes in, in words."""
+        """Returns what it computes in, in words."""
         rows = ", rows of 8 bits where weights are rounded" if self.rounds_rows else ""
         return f"{str(self.dtype).removeprefix('torch.')}{rows}"
 
     def folder(self, *, local: bool = False) -> str:
-        """The folder of its checkpoint, or its GGUF file.
-
-        Args:
-            local: Whether the hub is not to be asked.
-
-        Raises:
-            UnsupportedModelError: It was handed over as a module.
-            ModelLoadError: The hub does not give it.
-        """
+        """The folder of its checkpoint, or its GGUF file."""
         if self.file is not None:
             return self.file
         if self.source is None:
@@ -141,11 +114,7 @@ def describe_model(
     """Find out about a model that is ready to compute.
 
     Args:
-        config: How it was loaded.
-        model: The transformers model.
         tokenizer: Its tokenizer, or None.
-        device: Where it lies.
-        max_model_len: Longest sequence it may hold, in tokens.
     """
     text_config = hf_modules.decoder_config(model.config)
     return LoadedModel(
@@ -166,11 +135,7 @@ def describe_model(
 
 
 def _encoder_facts(name: str, model: Any, text_config: Any) -> EncoderFacts:
-    """Facts of a model with an encoder.
-
-    Raises:
-        ModelLoadError: Its configuration does not say what texts begin with.
-    """
+    """Facts of a model with an encoder."""
     generation = getattr(model, "generation_config", None)
     holders = (generation, model.config)
     start = next((n for n in (getattr(each, "decoder_start_token_id", None) for each in holders) if n is not None), None)

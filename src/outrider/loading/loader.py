@@ -44,16 +44,8 @@ def load_model(config: ModelConfig, tokenizer: Any | None = None, *, kv_tokens: 
     """Load weights and tokenizer through transformers.
 
     Args:
-        config: Which checkpoint, and how.
         tokenizer: Used in place of the checkpoint's own: a folder, a hub id, or a tokenizer of transformers (copied).
         kv_tokens: Tokens of keys and values that are to fit beside the weights; None for whatever fits.
-
-    Raises:
-        ModelLoadError: Not on the hub, unreadable or corrupt.
-        ModelTooLargeError: It takes more memory than there is. No weight has been read.
-        InvalidParameterError: The device cannot be used, max_model_len exceeds the context, or the tokenizer is none.
-        ContradictionError: Its bits are not to depend on the batch, and on this device they do.
-        UnsupportedModelError: Not a causal decoder.
     """
     device = usable_device(config.device)
     check_invariant(config.batch_invariant, device)
@@ -74,16 +66,8 @@ def adopt_model(model: Any, config: ModelConfig, tokenizer: Any | None = None, *
     """Use a model of transformers that the caller has loaded. It is copied, and stays as it is, unless `consume`.
 
     Args:
-        model: The module.
         config: Its `model` is the name to show. A device of None is that of the module.
         tokenizer: As in `load_model`; None for a model whose prompts are token ids.
-        consume: Whether its weights may be taken without a copy; it is of no use afterwards.
-
-    Raises:
-        InvalidParameterError: The module, the device, the tokenizer or max_model_len cannot be used.
-        ContradictionError: A setting that says how to load a checkpoint, or one that this device cannot keep.
-        ModelLoadError: It cannot be copied.
-        UnsupportedModelError: Not a causal decoder.
     """
     check_given(model, config)
     check_decoder(config.model, model.config)
@@ -117,7 +101,7 @@ def _unrounded_experts(stacks: Sequence[ExpertStack]) -> nn.Module | None:
 
 
 def _rounds_rows_in(model: Any) -> bool:
-    """Whether rows can be rounded where this model lies, and in its dtype."""
+    """Tells whether rows can be rounded where this model lies, and in its dtype."""
     return model.device.type == "cpu" and model.dtype in (torch.float32, torch.bfloat16)
 
 
@@ -198,7 +182,8 @@ def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device,
 
 
 def _quantised_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
-    """That of what is not quantised. The kernels do not compute float16, whose numbers float32 holds exactly."""
+    """Returns the dtype of what is not quantised. The kernels do not compute float16, whose numbers float32 holds
+    exactly."""
     if config.dtype != "auto":
         asked: torch.dtype = getattr(torch, config.dtype)
         return asked
@@ -226,13 +211,13 @@ def _empty_model(config: ModelConfig, hf_config: Any, source: dict[str, Any]) ->
 
 
 def _model_from_state(config: ModelConfig, empty: Any, state: dict[str, Any], dtype: torch.dtype) -> Any:
-    """The same model with these tensors, whose names are checked as those of files are."""
+    """Returns the same model with these tensors, whose names are checked as those of files are."""
     load = type(empty).from_pretrained
     return _complete(config, empty.config, load, None, config=empty.config, state_dict=state, dtype=dtype)
 
 
 def _complete(asked: ModelConfig, hf_config: Any, load: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """What a function of transformers loads, where nothing is missing and everything has its shape."""
+    """Returns what a function of transformers loads, where nothing is missing and everything has its shape."""
     model, info = attempt(
         asked.model,
         "its weights cannot be read",
@@ -262,7 +247,7 @@ def _complete(asked: ModelConfig, hf_config: Any, load: Any, /, *args: Any, **kw
 
 
 def _untied(model: Any, missing: list[str]) -> bool:
-    """Whether what is missing are copies that transformers makes itself, so that no file has to hold them."""
+    """Tells whether what is missing are copies that transformers makes itself, so that no file has to hold them."""
     tied = hf_modules.decoder_config(model.config).tie_word_embeddings
     return bool(tied) and set(missing) <= set(getattr(model, "_tied_weights_keys", None) or ())
 
@@ -275,17 +260,8 @@ _CONSUMED = "_outrider_consumed"
 
 
 def check_given(model: Any, config: ModelConfig, field: str = "model") -> None:
-    """Refuse a module that is no causal language model with all its weights in one place, and settings it has no use for.
-
-    Args:
-        model: What was given.
-        config: How it is to be used.
-        field: The argument that it was given as.
-
-    Raises:
-        InvalidParameterError: The module cannot be used.
-        ContradictionError: A setting that says how to load a checkpoint.
-    """
+    """Refuse a module that is no causal language model with all its weights in one place, and settings it has no use
+    for."""
     for name in ("revision", "trust_remote_code"):
         value = getattr(config, name)
         if value:
@@ -298,7 +274,7 @@ def check_given(model: Any, config: ModelConfig, field: str = "model") -> None:
 
 
 def _problem(model: Any) -> tuple[str, str] | None:
-    """What speaks against a module, and what would help."""
+    """Returns what speaks against a module, and what would help."""
     if getattr(model, _CONSUMED, False):
         return "its weights were taken by consume=True", "Load the model again, and leave consume=True out to keep it."
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -319,15 +295,6 @@ def make_own(model: Any, config: ModelConfig, device: torch.device, *, consume: 
     """A module that we may change: a copy, or with `consume` the module itself, marked as taken.
 
     Hooks are part of what a module computes, and are copied with it.
-
-    Args:
-        model: As `check_given` let it pass.
-        config: Its dtype is that of the result, unless it is "auto".
-        device: Where the result is to lie.
-        consume: Whether the caller has no more use for the module.
-
-    Raises:
-        ModelLoadError: It cannot be copied.
     """
     own = model if consume else _copied(model, config.model)
     if consume:
@@ -348,8 +315,8 @@ def _copied(model: nn.Module, name: str) -> nn.Module:
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """As loading in this dtype would: what a checkpoint holds is converted, and what a module computes for itself, as
-    rotary frequencies, keeps its precision."""
+    """Converts a module as loading in this dtype would: what a checkpoint holds is converted, and what a module computes
+    for itself, as rotary frequencies, keeps its precision."""
     saved = model.state_dict(keep_vars=True).values()
     for tensor in [*model.parameters(), *saved]:
         if tensor.is_floating_point():

@@ -26,11 +26,7 @@ _WHOLE = ("pack-quantized", "int-quantized", "naive-quantized")
 
 
 def layout_of(model: str, hf_config: Any) -> Layout | None:
-    """The layout of a checkpoint's matrices. None where they are not quantised.
-
-    Raises:
-        UnsupportedModelError: They are quantised in a way that is not loaded here.
-    """
+    """The layout of a checkpoint's matrices. None where they are not quantised."""
     found = declared(hf_config)
     if found is None:
         return None
@@ -47,7 +43,7 @@ def layout_of(model: str, hf_config: Any) -> Layout | None:
 
 
 def declared(hf_config: Any) -> Mapping[str, Any] | None:
-    """What a configuration says of quantised weights; None where it says nothing."""
+    """Returns what a configuration says of quantised weights; None where it says nothing."""
     found = getattr(hf_config, "quantization_config", None)
     if found is None or isinstance(found, Mapping):
         return found
@@ -56,7 +52,7 @@ def declared(hf_config: Any) -> Mapping[str, Any] | None:
 
 
 def rounded_while_computing(hf_config: Any) -> list[str]:
-    """What a configuration wants rounded in every pass beside the weights, which is not done here."""
+    """Returns what a configuration wants rounded in every pass beside the weights, which is not done here."""
     found = declared(hf_config) or {}
     wanted = {name for group in _groups(found) for name in ("input_activations", "output_activations") if group.get(name)}
     return sorted(wanted | {name for name in ("activation_scheme", "kv_cache_scheme") if found.get(name)})
@@ -103,7 +99,7 @@ def _block(model: str, found: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _groups(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What compressed-tensors' configuration says of groups of layers."""
+    """Returns what compressed-tensors' configuration says of groups of layers."""
     groups = found.get("config_groups")
     return [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
 
@@ -131,7 +127,7 @@ class MisshapenError(ValueError):
 
 
 class Layout(Protocol):
-    """How a method keeps a matrix in several tensors."""
+    """Says how a method keeps a matrix in several tensors."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -139,24 +135,17 @@ class Layout(Protocol):
 
     @property
     def stays_rounded(self) -> bool:
-        """Whether matrices are kept as few bits, so that rows of 8 bits can be multiplied with them."""
+        """Tells whether matrices are kept as few bits, so that rows of 8 bits can be multiplied with them."""
 
     def holds(self, headers: Headers) -> bool:
-        """Whether a layer with these tensors is quantised."""
+        """Tells whether a layer with these tensors is quantised."""
 
     def shape(self, headers: Headers, read: Read) -> tuple[int, int]:
         """[out_features, in_features]. Raises MisshapenError, or KeyError and ValueError where tensors are not what they
         are."""
 
     def stored(self, tensors: Tensors, dtype: torch.dtype, *, in_blocks: bool = False) -> StoredWeight:
-        """The weights, which stand for `dtype`. Raises MisshapenError.
-
-        Args:
-            tensors: Those of the matrix.
-            dtype: What they stand for.
-            in_blocks: Whether rounded weights are kept in blocks, so that matrices of one layout have one format, whatever
-                their numbers are.
-        """
+        """The weights, which stand for `dtype`. Raises MisshapenError."""
 
 
 def from_words(words: Tensor, bits: int) -> Tensor:
@@ -193,15 +182,9 @@ def grouped(
 
     Args:
         codes: uint8 [out_features, in_features] from 0 on.
-        bits: 4 or 8.
         scale: [out_features, groups]
         zero: uint8 [out_features, groups], or None for the middle of the codes everywhere.
-        dtype: The dtype that the weights stand for.
         group_of: [in_features] the group of each input; None where groups follow one another.
-        in_blocks: See Layout.stored.
-
-    Raises:
-        MisshapenError: Shapes do not fit, or scales cannot be kept.
     """
     rows, cols = codes.shape
     check(scale.dim() == 2 and len(scale) == rows, f"scales of shape {list(scale.shape)} do not fit {rows} outputs")
@@ -227,7 +210,7 @@ def grouped(
 def _known(
     codes: Tensor, bits: int, group: int, scale: Tensor, zero: Tensor | None, dtype: torch.dtype
 ) -> StoredWeight | None:
-    """The same weights in a format that has kernels of its own, where one holds them exactly."""
+    """Returns the same weights in a format that has kernels of its own, where one holds them exactly."""
     signed = bits == 8 and zero is None and not bool((codes == 0).any())  # -128 has no counterpart
     numbers = (codes ^ 128).view(torch.int8)
     if signed and group == codes.shape[1]:
@@ -275,15 +258,10 @@ _ONES = {4: 0x11111111, 8: 0x01010101}
 
 @dataclass(frozen=True)
 class Gptq:
-    """Matrices of GPTQ.
+    """Matrices of GPTQ."""
 
-    Attributes:
-        bits: Of a code.
-        first_version: Whether zero points are kept less 1.
-    """
-
-    bits: int
-    first_version: bool
+    bits: int  # of a code
+    first_version: bool  # whether zero points are kept less 1
     suffixes: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
     stays_rounded: bool = True
 
@@ -318,13 +296,9 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class Awq:
-    """Matrices of AWQ.
+    """Matrices of AWQ."""
 
-    Attributes:
-        bits: Of a code.
-    """
-
-    bits: int
+    bits: int  # of a code
     suffixes: tuple[str, ...] = ("qweight", "qzeros", "scales")
     stays_rounded: bool = True
 
@@ -360,13 +334,9 @@ _SCALE = "weight_scale_inv"
 
 @dataclass(frozen=True)
 class Fp8:
-    """Matrices of float8 in blocks.
+    """Matrices of float8 in blocks."""
 
-    Attributes:
-        block: Rows and columns of a block. None where a matrix has one scale.
-    """
-
-    block: tuple[int, int] | None
+    block: tuple[int, int] | None  # rows and columns of a block. None where a matrix has one scale.
     suffixes: tuple[str, ...] = ("weight", _SCALE, "activation_scale")
     stays_rounded: bool = False
 

@@ -32,16 +32,7 @@ _AGAIN = "Download or save the checkpoint again."
 
 
 class QuantisedCheckpoint:
-    """Safetensors files with quantised matrices. A context manager: the files are open inside.
-
-    Args:
-        name: What to call the checkpoint in errors.
-        folder: Its folder.
-        layout: That of its matrices.
-
-    Raises:
-        ModelLoadError: The files cannot be read, or tensors of a matrix do not belong together.
-    """
+    """Safetensors files with quantised matrices. A context manager: the files are open inside."""
 
     def __init__(self, name: str, folder: Path, layout: Layout) -> None:
         self._name, self._layout = name, layout
@@ -68,8 +59,8 @@ class QuantisedCheckpoint:
         self._open.close()
 
     def state(self, empty: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-        """What transformers loads into a model: tensors that are not quantised, read when they are asked for, and empty
-        weights."""
+        """Returns what transformers loads into a model: tensors that are not quantised, read when they are asked for, and
+        empty weights."""
         parts = {f"{layer}.{suffix}" for layer, suffixes in self.layers.items() for suffix in suffixes}
         state = {name: file.get_slice(name) for name, file in self._files.items() if name not in parts}
         nothing, (experts, layers) = torch.full((), float("nan"), dtype=dtype), self._parted(empty)
@@ -78,11 +69,7 @@ class QuantisedCheckpoint:
         return state | {name: nothing.expand(shape) for name, shape in shapes.items()}
 
     def check(self, empty: nn.Module) -> None:
-        """Refuse quantised matrices of other shapes than those of a model, before anything is made of these shapes.
-
-        Raises:
-            ModelLoadError: A matrix has another shape, its tensors do not belong together, or that of an expert is missing.
-        """
+        """Refuse quantised matrices of other shapes than those of a model, before anything is made of these shapes."""
         weights, (experts, _) = empty.state_dict(), self._parted(empty)
         of_experts = {matrix: each.shape for each in experts for part in each.parts for matrix in part}
         missing = sorted(of_experts.keys() - self.layers.keys())
@@ -97,12 +84,7 @@ class QuantisedCheckpoint:
             raise wrong_shape(self._name, wrong)
 
     def fill(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Give the layers of a model their weights, one after another.
-
-        Raises:
-            ModelLoadError: Tensors of a matrix do not belong together.
-            UnsupportedModelError: The model has no such layer, or it is none that can be quantised.
-        """
+        """Give the layers of a model their weights, one after another."""
         modules, (experts, layers) = dict(model.named_modules()), self._parted(model)
         for layer in layers:
             check_wanted()
@@ -176,17 +158,11 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class QuantisedExperts:
-    """One projection of all experts of a layer.
+    """One projection of all experts of a layer."""
 
-    Attributes:
-        name: transformers' name of the tensor.
-        stack: The tensor.
-        parts: For each part of the projection the paths of its matrices in the files, expert by expert.
-    """
-
-    name: str
-    stack: ExpertStack
-    parts: list[list[str]]
+    name: str  # transformers' name of the tensor
+    stack: ExpertStack  # the tensor
+    parts: list[list[str]]  # for each part of the projection the paths of its matrices in the files, expert by expert
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -195,11 +171,7 @@ class QuantisedExperts:
         return rows, cols
 
     def fill(self, read: Callable[[str], StoredWeight]) -> None:
-        """Give the tensor its matrices, which `read` reads by their paths.
-
-        Raises:
-            MisshapenError: The matrices cannot be kept together.
-        """
+        """Give the tensor its matrices, which `read` reads by their paths."""
         found = [[read(path) for path in paths] for paths in self.parts]
         every = [stored for part in found for stored in part]
         check(all(stored.format == every[0].format for stored in every), "its matrices have scales of different types")
@@ -232,7 +204,7 @@ def quantised_experts(model: nn.Module, matrices: Container[str]) -> list[Quanti
 
 
 def num_parts(stack: ExpertStack) -> int:
-    """How many parts files keep of a projection: gates and values are two."""
+    """Returns how many parts files keep of a projection: gates and values are two."""
     return 2 if stack.name == "gate_up_proj" else 1
 
 

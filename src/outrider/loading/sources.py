@@ -23,10 +23,6 @@ def check_sources(**sources: str | None) -> None:
 
     Args:
         sources: What was given for each field; None asks for nothing.
-
-    Raises:
-        InvalidParameterError: No such folder, a file, or a folder without a configuration.
-        UnsupportedModelError: An adapter.
     """
     for name, source in sources.items():
         if source is None:
@@ -50,7 +46,7 @@ def _may_be_hub_id(source: str) -> bool:
 
 
 def source_options(config: ModelConfig) -> dict[str, Any]:
-    """Where transformers finds a checkpoint, and what it may do with it."""
+    """Returns where transformers finds a checkpoint, and what it may do with it."""
     options = hub_options(config.model, config.revision)
     return {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **options}
 
@@ -63,11 +59,8 @@ _PATIENCE = 5.0
 
 
 def hub_options(model: str, revision: str | None) -> dict[str, Any]:
-    """What transformers is told about the hub: where it does not answer, files come from its cache alone, without retries.
-
-    Raises:
-        ModelLoadError: The hub has no such model.
-    """
+    """Returns what transformers is told about the hub: where it does not answer, files come from its cache alone, without
+    retries."""
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -91,11 +84,7 @@ def hub_options(model: str, revision: str | None) -> dict[str, Any]:
 
 
 def local_folder(model: str, options: dict[str, Any]) -> Path:
-    """The folder of a checkpoint, or that of what the hub has of it, with its weights.
-
-    Raises:
-        ModelLoadError: The hub does not give it.
-    """
+    """The folder of a checkpoint, or that of what the hub has of it, with its weights."""
     from huggingface_hub import snapshot_download
 
     if os.path.isdir(model):
@@ -123,16 +112,7 @@ _NEEDED = "Give the folder that holds config.json and the weights, or a hub id l
 
 
 def check_is_checkpoint(field: str, source: str) -> None:
-    """Refuse a file, or a folder without a configuration, by what it is.
-
-    Args:
-        field: What the caller named it as.
-        source: A path that exists.
-
-    Raises:
-        InvalidParameterError: No checkpoint; the message says what it seems to be.
-        UnsupportedModelError: An adapter.
-    """
+    """Refuse a file, or a folder without a configuration, by what it is."""
     path = Path(source)
     if path.is_file():
         if is_gguf(source):
@@ -203,11 +183,7 @@ _DOWNLOAD = "Download or save the checkpoint again."
 
 
 def check_files(model: str) -> None:
-    """Refuse a folder with a file that cannot be a part of a checkpoint. What is no folder is left alone.
-
-    Raises:
-        ModelLoadError: A file is no regular file, or far too large, or its index leads out of the folder.
-    """
+    """Refuse a folder with a file that cannot be a part of a checkpoint. What is no folder is left alone."""
     folder = Path(model)
     if not folder.is_dir():
         return
@@ -236,11 +212,7 @@ def _check_file(model: str, path: Path, name: str) -> None:
 
 
 def indexed_files(model: str, index: Path) -> list[str]:
-    """The files that an index names, each once and sorted.
-
-    Raises:
-        ModelLoadError: It is malformed, or names a file outside of its folder.
-    """
+    """The files that an index names, each once and sorted."""
     try:
         names = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -256,11 +228,8 @@ def indexed_files(model: str, index: Path) -> list[str]:
 
 
 def usable_device(name: str | None) -> torch.device:
-    """The device of that name; for None the CPU: a GPU is taken where the caller asks for it, since none was measured yet.
-
-    Raises:
-        InvalidParameterError: It cannot hold a tensor here.
-    """
+    """The device of that name; for None the CPU: a GPU is taken where the caller asks for it, since none was measured
+    yet."""
     name = "cpu" if name is None else name
     try:
         device = torch.device(name)
@@ -283,7 +252,7 @@ def check_invariant(batch_invariant: bool, device: torch.device) -> None:
 
 
 def _device_remedy(name: str) -> str:
-    """What can be used here; and where CUDA is missing from PyTorch, that no driver would help."""
+    """Returns what can be used here; and where CUDA is missing from PyTorch, that no driver would help."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         return f"Use cpu or {'cuda' if count == 1 else f'cuda:0 to cuda:{count - 1}'}."

@@ -26,15 +26,10 @@ _PATIENCE = 20
 
 @dataclasses.dataclass(frozen=True)
 class TemplateLimits:
-    """What the rendering of one conversation may cost.
+    """Holds what the rendering of one conversation may cost."""
 
-    Attributes:
-        seconds: Of CPU.
-        mebibytes: Of memory.
-    """
-
-    seconds: float = 2.0
-    mebibytes: int = 512
+    seconds: float = 2.0  # of CPU
+    mebibytes: int = 512  # of memory
 
 
 class TemplateError(Exception):
@@ -42,7 +37,8 @@ class TemplateError(Exception):
 
 
 def renders_by_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer writes conversations by a template of Jinja, as transformers does, and not in its own way."""
+    """Tells whether a tokenizer writes conversations by a template of Jinja, as transformers does, and not in its own
+    way."""
     from transformers import PreTrainedTokenizerBase
 
     return getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
@@ -64,15 +60,8 @@ def render(template: str, messages: Sequence[Any], tools: Any, settings: Mapping
     """A conversation as a chat template writes it, with the turn handed to the model.
 
     Args:
-        template: In Jinja, as transformers knows it.
-        messages: The conversation.
         tools: Descriptions of functions that may be called; None for none.
         settings: What else the template knows, special tokens among it.
-        limits: What this may cost.
-
-    Raises:
-        TemplateError: The template refuses it, or goes beyond the limits.
-        TypeError: The template takes a value for one of another type, as one that joins arguments with text.
     """
     asked = {
         "template": template,
@@ -91,7 +80,7 @@ def render(template: str, messages: Sequence[Any], tools: Any, settings: Mapping
 
 
 def _plain(value: Any) -> Any:
-    """What is no JSON as transformers shows it to templates: plain data, or the name of its type."""
+    """Returns what is no JSON as transformers shows it to templates: plain data, or the name of its type."""
     if isinstance(value, Mapping):
         return dict(value)
     if callable(getattr(value, "model_dump", None)):
@@ -121,7 +110,7 @@ class _Process:
         )
 
     def ask(self, line: bytes, limits: TemplateLimits) -> dict[str, Any]:
-        """What comes of a rendering. Where the process does not live on, `is_alive` is False."""
+        """Returns what comes of a rendering. Where the process does not live on, `is_alive` is False."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

@@ -19,11 +19,7 @@ from outrider.loading.sources import check_files, check_sources, source_options
 
 
 def read_tokenizer(config: ModelConfig) -> Any | None:
-    """The tokenizer of a checkpoint. None where its folder holds none.
-
-    Raises:
-        ModelLoadError: Not on the hub, unreadable or corrupt.
-    """
+    """The tokenizer of a checkpoint. None where its folder holds none."""
     if is_gguf(config.model):
         return read_gguf_tokenizer(read_gguf(config.model))
     return checkpoint_tokenizer(config, source_options(config))
@@ -33,10 +29,6 @@ def given_tokenizer(tokenizer: Any) -> Any:
     """The tokenizer that the caller names, or a copy of the one that he gives: ours is used in threads of its own.
 
     Code that comes with a folder or from the hub is not run.
-
-    Raises:
-        InvalidParameterError: It is no tokenizer, or no such folder.
-        ModelLoadError: Not on the hub, unreadable or corrupt.
     """
     from transformers import AutoTokenizer
 
@@ -82,9 +74,6 @@ def check_tokenizer_limits(model: str) -> None:
     """See that the files of a tokenizer in a folder add no more tokens, and have no longer template, than any model has.
 
     The library that reads them takes much longer than their bytes are worth. What it cannot read is left for it to say.
-
-    Raises:
-        ModelLoadError: They do.
     """
     folder, most = Path(model), file_limits()["added_tokens"]
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
@@ -101,7 +90,7 @@ def check_tokenizer_limits(model: str) -> None:
 
 
 def _check_tokenizer_file(model: str, found: Any, *, whole: bool) -> None:
-    """The same of the content of a file; `whole` if it is nothing but added tokens."""
+    """Checks the content of a tokenizer's file; `whole` if it is nothing but added tokens."""
     if not isinstance(found, dict):
         return
     names = ("added_tokens", "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens")

@@ -47,45 +47,32 @@ from outrider.model.row_kernels import RowKernels
 
 @dataclass(frozen=True)
 class PartialPass:
-    """A pass through some of a model's layers.
+    """A pass through some of a model's layers."""
 
-    Attributes:
-        layers: Which of them run, in ascending order; none are possible.
-        hidden: [num_rows, hidden_size] what the first of them reads; None begins with the embeddings.
-    """
-
-    layers: tuple[int, ...]
-    hidden: Tensor | None = None
+    layers: tuple[int, ...]  # which of them run, in ascending order; none are possible
+    hidden: Tensor | None = None  # [num_rows, hidden_size] what the first of them reads; None begins with the embeddings
 
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass computed.
+    """Holds what a pass computed."""
 
-    Attributes:
-        logits: [num_logits, vocab_size]
-        aux_hidden_states: By index as transformers counts them: [num_rows, hidden_size].
-        hidden: [num_rows, hidden_size] as the last layer that ran left them, before the final norm; for a partial pass.
-    """
-
-    logits: Tensor
-    aux_hidden_states: dict[int, Tensor]
+    logits: Tensor  # [num_logits, vocab_size]
+    aux_hidden_states: dict[int, Tensor]  # by index as transformers counts them: [num_rows, hidden_size]
+    # [num_rows, hidden_size] as the last layer that ran left them, before the final norm; for a partial pass.
     hidden: Tensor | None = None
 
 
 class AttentionBackend(ABC):
-    """Computes a model's passes over the KV pool of a ForwardContext.
-
-    Attributes:
-        invariant: Whether a row's bits are a function of its text, and not of the rows that are computed with it.
-    """
+    """Computes a model's passes over the KV pool of a ForwardContext."""
 
     name: ClassVar[str]
+    # Whether a row's bits are a function of its text, and not of the rows that are computed with it.
     invariant: bool = False
 
     @property
     def may_be_invariant(self) -> bool:
-        """Whether it is worth a probe to find out if its bits hold; known once it has run."""
+        """Tells whether it is worth a probe to find out if its bits hold; known once it has run."""
         return False
 
     @abstractmethod
@@ -97,7 +84,7 @@ class AttentionBackend(ABC):
         return
 
     def scope(self) -> AbstractContextManager[object]:
-        """What modules of the model must run inside of."""
+        """Returns what modules of the model must run inside of."""
         return nullcontext()
 
     def weight_bytes(self, model: Any) -> int | None:
@@ -105,11 +92,13 @@ class AttentionBackend(ABC):
         return None
 
     def tokens_at_once(self) -> int | None:
-        """How many tokens, one behind another, have logits together or have none. None: all have some in every pass."""
+        """Returns how many tokens, one behind another, have logits together or have none. None: all have some in every
+        pass."""
         return None
 
     def instruction_set(self, model: Any) -> str | None:
-        """Of our kernels, where they have a part in a pass; None where all operators are stock ones."""
+        """Names the instruction set of our kernels, where they have a part in a pass; None where all operators are stock
+        ones."""
         return packed_for(model)
 
     @abstractmethod
@@ -194,17 +183,11 @@ _MOST_ROW_BY_ROW, _FEW_BYTES = 0.02, 2**20
 
 @dataclass(frozen=True)
 class Scores:
-    """How products of a layer's queries and keys become weights.
+    """Says how products of a layer's queries and keys become weights."""
 
-    Attributes:
-        scale: Their factor.
-        softcap: They stay between -softcap and softcap by a scaled tanh; None for no such bound.
-        sinks: [num_heads] a learned logit a head that takes weight and gives nothing; None for none.
-    """
-
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    scale: float  # their factor
+    softcap: float | None = None  # they stay between -softcap and softcap by a scaled tanh; None for no such bound
+    sinks: Tensor | None = None  # [num_heads] a learned logit a head that takes weight and gives nothing; None for none
 
 
 #: Attention of all rows [num_heads, num_rows, head_dim] in a layer by stock operators: [num_rows, num_heads, value_dim].
@@ -247,7 +230,7 @@ class PagedAttention(HostedAttention):
         self._guard, self._mixers, self._rows, self._looks = None, None, None, False
 
     def _row_attention(self, batch: RaggedBatch) -> RowAttention | None:
-        """What attends in a pass over these rows; None where a stock operator does."""
+        """Returns what attends in a pass over these rows; None where a stock operator does."""
         if self._library is not None:
             return PassAttention(self._library, pass_rows(batch))
         if runs_on(batch.device):
@@ -261,7 +244,7 @@ class PagedAttention(HostedAttention):
         return self._guard is not None
 
     def stock(self) -> StockAttention:
-        """What attends where our kernels do not."""
+        """Returns what attends where our kernels do not."""
         return attend_together
 
     def instruction_set(self, model: Any) -> str | None:
@@ -304,7 +287,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer."""
+    """Returns what transformers calls in each layer."""
     context, layer = current_context(), module.layer_idx
     width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = Scores(scale, softcap, s_aux)
@@ -339,8 +322,8 @@ def _attention_behind_encoder(
     scaling: float | None = None,
     **others: Any,
 ) -> Any:
-    """The same where there is an encoder. It attends outside of our passes; within them a decoder attends to its own rows,
-    and with keys that only stand in for others to the sources."""
+    """Computes attention where there is an encoder. It attends outside of our passes; within them a decoder attends to its
+    own rows, and with keys that only stand in for others to the sources."""
     context = ongoing_context()
     if context is None:
         return hf_encoder.attend_in_encoder(module, query, key, value, attention_mask, scaling=scaling, **others)
@@ -522,12 +505,7 @@ def pass_rows(batch: RaggedBatch) -> PassRows:
 
 
 def source_rows(rows: PassRows, sources: Sequence[SourceState]) -> PassRows:
-    """The same rows where they attend to the source of each sequence, all of which they see: as if each was its last token.
-
-    Args:
-        rows: Of the pass.
-        sources: By sequence.
-    """
+    """Returns rows that attend to the source of each sequence, all of which they see: as if each was its last token."""
     lengths, tables = [len(each.token_ids) for each in sources], [each.block_table for each in sources]
     counts = [end - first for first, end in pairwise(rows.first)]
     return replace(

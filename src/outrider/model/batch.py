@@ -19,34 +19,23 @@ from outrider.cache.state import KVView, SequenceState, SourceState
 
 @dataclass(frozen=True)
 class Segment:
-    """The rows of one sequence.
+    """The rows of one sequence."""
 
-    Attributes:
-        token_ids: Tokens to compute, in row order.
-        start: Tokens of this sequence whose KV is already in the pool; the first row's position.
-        block_table: Blocks that hold positions 0 to start + len(token_ids) - 1.
-        parents: Row index of each row's parent in topological order, -1 for a row that continues the context; None for
-            a plain chain. A row sees the context, its ancestors and itself; its position is its depth past the context.
-        logits_from: First row whose logits are wanted; len(token_ids) for none.
-        logits_until: One behind the last such row; None for all rows to the end.
-        long_rope: Whether its text uses the long factors of a "longrope" model.
-        running: What layers with a running state keep of the text; None for a text of which nothing is kept.
-        certain: Leading tokens of the text that nothing will take back, rows of this pass among them.
-        places: Positions behind certain rows where the pass leaves the running states to the prefix cache.
-        source: What its layers keep of the text's source; None for a model without an encoder.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    block_table: Sequence[int]
+    token_ids: Sequence[int]  # tokens to compute, in row order
+    start: int  # tokens of this sequence whose KV is already in the pool; the first row's position
+    block_table: Sequence[int]  # blocks that hold positions 0 to start + len(token_ids) - 1
+    # Row index of each row's parent in topological order, -1 for a row that continues the context; None for a plain chain.
+    # A row sees the context, its ancestors and itself; its position is its depth past the context.
     parents: tuple[int, ...] | None = None
-    logits_from: int = 0
-    logits_until: int | None = None
-    long_rope: bool = False
+    logits_from: int = 0  # first row whose logits are wanted; len(token_ids) for none
+    logits_until: int | None = None  # one behind the last such row; None for all rows to the end
+    long_rope: bool = False  # whether its text uses the long factors of a "longrope" model
+    # What layers with a running state keep of the text; None for a text of which nothing is kept.
     running: RunningText | None = None
-    certain: int = 0
+    certain: int = 0  # leading tokens of the text that nothing will take back, rows of this pass among them
+    # Positions behind certain rows where the pass leaves the running states to the prefix cache.
     places: tuple[int, ...] = ()
-    source: SourceState | None = None
+    source: SourceState | None = None  # what its layers keep of the text's source; None for a model without an encoder
 
     @classmethod
     def of(

@@ -32,11 +32,6 @@ class SourcePass:
 
     Args:
         batch: The rows; every segment has a source.
-        pool: Where keys and values lie.
-        encode: The encoder.
-        num_layers: Layers that attend to a source.
-        width: Of the hidden states that an encoder leaves.
-        dtype: Of the model.
     """
 
     def __init__(
@@ -65,16 +60,16 @@ class SourcePass:
 
     @property
     def encoded_apart(self) -> list[Tensor]:
-        """What the encoder has left of each new source, [num_tokens, width]."""
+        """Returns what the encoder has left of each new source, [num_tokens, width]."""
         return [source.encoded for source in self._new if source.encoded is not None]
 
     @property
     def has_new(self) -> bool:
-        """Whether layers are to compute keys and values."""
+        """Tells whether layers are to compute keys and values."""
         return bool(self._new)
 
     def slots(self, index: int) -> Slots:
-        """Where the source of segment `index` lies."""
+        """Returns where the source of segment `index` lies."""
         return self._slots[index]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -100,51 +95,36 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class SeenPart:
-    """The part of a sequence's context that its rows look at in a layer.
+    """The part of a sequence's context that its rows look at in a layer."""
 
-    Attributes:
-        slots: Where it lies in the pool. It ends with the rows themselves.
-        causal: Whether every row sees all that comes before it and nothing else of it, and no slot comes before the rows.
-        mask: [num_rows, num_slots] additive, or [num_heads, num_rows, num_slots] with a bias for each head; None where
-            every row sees everything, and all of it alike.
-    """
-
-    slots: Slots
+    slots: Slots  # where it lies in the pool. It ends with the rows themselves.
+    # Whether every row sees all that comes before it and nothing else of it, and no slot comes before the rows.
     causal: bool
+    # [num_rows, num_slots] additive, or [num_heads, num_rows, num_slots] with a bias for each head; None where every row
+    # sees everything, and all of it alike.
     mask: Tensor | None
 
 
 @dataclass
 class ForwardContext:
-    """One pass: its rows, its KV memory and its masks, built once per reach and shared by all layers.
+    """One pass: its rows, its KV memory and its masks, built once per reach and shared by all layers."""
 
-    Attributes:
-        batch: The rows.
-        pool: Where their KV goes and their context comes from.
-        reaches: How far each layer looks, by layer index.
-        kernel: What attends in the pass where our kernels do.
-        source_kernel: What attends to the sources where our kernels do.
-        running: The running states, where the model has layers with such.
-        sources: The sources of its texts, where the model has an encoder.
-        head_panels: The tokens that have logits, as the kernels take them; None for all.
-        biases: What a layer adds to products of queries and keys by their distance, [num_heads, num_distances]; the last
-            one holds for all greater distances. By layer index; none for layers that add nothing.
-    """
-
-    batch: RaggedBatch
-    pool: KVPool
-    reaches: list[LayerReach]
-    kernel: RowAttention | None = None
-    running: RunningPass | None = None
-    sources: SourcePass | None = None
+    batch: RaggedBatch  # the rows
+    pool: KVPool  # where their KV goes and their context comes from
+    reaches: list[LayerReach]  # how far each layer looks, by layer index
+    kernel: RowAttention | None = None  # what attends in the pass where our kernels do
+    running: RunningPass | None = None  # the running states, where the model has layers with such
+    sources: SourcePass | None = None  # the sources of its texts, where the model has an encoder
+    # What a layer adds to products of queries and keys by their distance, [num_heads, num_distances]; the last one holds
+    # for all greater distances. By layer index; none for layers that add nothing.
     biases: Mapping[int, Tensor] = field(default_factory=dict)
-    source_kernel: RowAttention | None = None
-    head_panels: np.ndarray | None = None
+    source_kernel: RowAttention | None = None  # what attends to the sources where our kernels do
+    head_panels: np.ndarray | None = None  # the tokens that have logits, as the kernels take them; None for all
     _parts: dict[tuple[int, LayerReach, torch.dtype, int], SeenPart] = field(default_factory=dict)
     _row_parts: dict[tuple[int, LayerReach, int], list[SeenPart]] = field(default_factory=dict)
 
     def part(self, index: int, layer: int, dtype: torch.dtype) -> SeenPart:
-        """What the rows of segment `index` look at in `layer`, with a mask in `dtype`."""
+        """Returns what the rows of segment `index` look at in `layer`, with a mask in `dtype`."""
         reach, bias = self.reaches[layer], self.biases.get(layer)
         key = (index, reach, dtype, id(bias))
         if key not in self._parts:
@@ -153,12 +133,12 @@ class ForwardContext:
         return self._parts[key]
 
     def source_part(self, index: int) -> SeenPart:
-        """What the rows of segment `index` look at in layers that attend to its source: all of it."""
+        """Returns what the rows of segment `index` look at in layers that attend to its source: all of it."""
         assert self.sources is not None, "the model has an encoder"
         return SeenPart(self.sources.slots(index), causal=False, mask=None)
 
     def _biased(self, index: int, part: SeenPart, bias: Tensor) -> SeenPart:
-        """The same part, whose mask adds what belongs to the distance of each row from each slot."""
+        """Returns the same part, whose mask adds what belongs to the distance of each row from each slot."""
         segment, device = self.batch.segments[index], self.batch.device
         own = torch.from_numpy(segment.positions).to(device)
         length = part.slots.stop - part.slots.start if isinstance(part.slots, slice) else len(part.slots)
@@ -194,7 +174,8 @@ class ForwardContext:
 
 
 def _row_part(slots: Tensor, bias: Tensor | None) -> SeenPart:
-    """What one row looks at: these slots, of which the last one is its own and each other one is a step farther away."""
+    """Returns what one row looks at: these slots, of which the last one is its own and each other one is a step farther
+    away."""
     if bias is None:
         return SeenPart(slots, causal=False, mask=None)
     distances = torch.arange(len(slots) - 1, -1, -1, device=slots.device).clamp_max(bias.shape[1] - 1)

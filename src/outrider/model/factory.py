@@ -49,17 +49,8 @@ def make_runner(
     """Choose a backend by probing, size the KV memory from what the probe wrote, and put the runner together.
 
     Args:
-        loaded: The model.
-        attention_backend: "auto" or a backend's name.
-        cache: Block size and capacity.
         scheduling: Sequences that run at a time, and rows of a pass, to bound what is kept of them.
         batch_invariant: Whether the backend must also reproduce its own bits, however rows are batched.
-        beside: What other parts of the engine will take of the same memory.
-
-    Raises:
-        UnsupportedModelError: No backend reproduces a plain forward pass.
-        ModelLoadError: Its logits are no numbers.
-        ModelTooLargeError: There is no memory for the running states of so many texts, or beside the other parts.
     """
     if loaded.long_rope_after is not None:
         hf.split_rotary_regimes(loaded.model, loaded.long_rope_after)
@@ -171,12 +162,7 @@ def check_numbers(name: str, model: Any, logits: Tensor) -> None:
     """Refuse a model whose logits cannot be told apart from anything.
 
     Args:
-        name: Path or hub id.
-        model: The stock model.
         logits: [..., vocab_size] of some texts.
-
-    Raises:
-        ModelLoadError: They are NaN or infinite, or all zero. The error names the weight that makes them so.
     """
     if not bool(logits.isfinite().all()):
         raise ModelLoadError(name, *_not_finite(model))
@@ -198,7 +184,7 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _not_finite(model: Any) -> tuple[str, str]:
-    """What makes logits that are no numbers, and what would help."""
+    """Returns what makes logits that are no numbers, and what would help."""
     again = "Download or save the checkpoint again."
     dtype = str(model.dtype).removeprefix("torch.")
     wider = f"Use dtype='float32', which holds larger numbers than {dtype}, or download or save the checkpoint again."
@@ -213,7 +199,7 @@ def _not_finite(model: Any) -> tuple[str, str]:
 
 
 def _all_zero(model: Any) -> tuple[str, str]:
-    """What makes all logits zero, and what would help."""
+    """Returns what makes all logits zero, and what would help."""
     weights = [found for found in _weights(model) if not found[0].endswith("bias")]
     zero = [(name, numbers) for name, numbers in weights if not bool(numbers.any())]
     remedy = "Download or save the checkpoint again."

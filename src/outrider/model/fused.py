@@ -231,11 +231,8 @@ class FusedPass:
     A layer has the same cells here as under transformers: its convolution, and the matrices behind it.
 
     Args:
-        running: The running states of the pass.
         batch: Its rows.
         mixers: By layer; None for layers without a running state.
-        layers: The layers that run.
-        real: The dtype that the kernels compute in.
 
     Attributes:
         rows: For the layers that run, what they read and leave; None for those without a running state.

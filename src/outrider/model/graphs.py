@@ -48,23 +48,14 @@ MOST_GRAPHS = 48
 
 @dataclass(frozen=True)
 class PassShape:
-    """What passes of one graph have in common.
+    """Holds what passes of one graph have in common."""
 
-    Attributes:
-        rows: How many there are.
-        logits: How many rows have logits.
-        splits: Of the longest text, at most; see `TritonAttention`.
-        tables: Entries of all block tables, at most.
-        paths: Entries of the paths of all trees, at most; 0 without trees.
-        aux_layers: Layers whose inputs are wanted.
-    """
-
-    rows: int
-    logits: int
-    splits: int
-    tables: int
-    paths: int
-    aux_layers: tuple[int, ...]
+    rows: int  # how many there are
+    logits: int  # how many rows have logits
+    splits: int  # of the longest text, at most; see `TritonAttention`
+    tables: int  # entries of all block tables, at most
+    paths: int  # entries of the paths of all trees, at most; 0 without trees
+    aux_layers: tuple[int, ...]  # layers whose inputs are wanted
 
     @classmethod
     def of(cls, batch: RaggedBatch, aux_layers: Sequence[int]) -> PassShape | None:
@@ -99,14 +90,7 @@ def _power(count: int) -> int:
 
 
 class PassGraphs:
-    """Computes the passes of a model over one KV memory by graphs, where their shape allows it.
-
-    Args:
-        loaded: The model.
-        backend: Already installed on it.
-        pool: Where keys and values lie.
-        reaches: How far each layer looks, by layer index.
-    """
+    """Computes the passes of a model over one KV memory by graphs, where their shape allows it."""
 
     def __init__(self, loaded: LoadedModel, backend: AttentionBackend, pool: KVPool, reaches: list[LayerReach]) -> None:
         self._loaded = loaded
@@ -150,15 +134,7 @@ class PassGraphs:
 
 
 class PassGraph:
-    """The passes of one shape.
-
-    Args:
-        compute: A pass of the model.
-        shape: Of the passes.
-        batch: The first of them.
-        pool, reaches: See PassGraphs.
-        memory: Where graphs leave what they compute.
-    """
+    """The passes of one shape."""
 
     def __init__(
         self,
@@ -203,7 +179,7 @@ class PassGraph:
         return self._kept(self._places, batch)
 
     def _work(self) -> None:
-        """What the graph does. Nothing else holds what it computes, so that another graph may use the memory of it."""
+        """Does what the graph does. Nothing else holds what it computes, so that another graph may use the memory of it."""
         assert self._places is not None, "a pass has run"
         out = self._compute(self._context, self._shape.aux_layers)
         self._places.logits.copy_(out.logits)
@@ -211,7 +187,7 @@ class PassGraph:
             states.copy_(out.aux_hidden_states[layer])
 
     def _filled(self, batch: RaggedBatch) -> RaggedBatch:
-        """The same rows, and the first of them again until there are as many as the shape has."""
+        """Returns the same rows, and the first of them again until there are as many as the shape has."""
         first = batch.segments[0]
         again = Segment(first.token_ids[:1], first.start, first.block_table, logits_from=1)
         segments = [*batch.segments, *[again] * (self._shape.rows - batch.num_rows)]
@@ -224,7 +200,7 @@ class PassGraph:
 
 
 def records(device: torch.device) -> bool:
-    """Whether launches on a device can be recorded."""
+    """Tells whether launches on a device can be recorded."""
     return device.type == "cuda"
 
 
@@ -247,7 +223,7 @@ class GraphMemory:
         return self._places[number][: len(rows)]
 
     def recorded(self, work: Callable[[], None]) -> Callable[[], object]:
-        """What launches the work again."""
+        """Returns what launches the work again."""
         with torch.cuda.device(self._device):
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()

@@ -67,7 +67,7 @@ def _interleaved(near: Tensor, far: Tensor, long: Tensor) -> Tensor:
 
 
 class HiddenTap:
-    """What the last decoder layer left, [num_rows, hidden_size]; None before a pass has run."""
+    """Holds what the last decoder layer left, [num_rows, hidden_size]; None before a pass has run."""
 
     def __init__(self) -> None:
         self.hidden: Tensor | None = None
@@ -78,8 +78,6 @@ def some_layers(model: Any, layers: Sequence[int], hidden: Tensor | None) -> Ite
     """Let only some of the decoder layers run within the block; the others hand on what they are given.
 
     Args:
-        model: A causal language model.
-        layers: Indices of those that run.
         hidden: [num_rows, hidden_size] what the first of them reads instead of the embeddings; None changes nothing.
     """
     stack, tap = decoder_layers(model), HiddenTap()
@@ -155,10 +153,7 @@ def layer_features(model: Any, input_ids: Tensor, layer: int, *, normed: bool) -
     """Hidden states of a stock model, as heads read them: what its first layers leave.
 
     Args:
-        model: A causal language model whose weights are in its own modules.
         input_ids: [batch, length]
-        layer: How many first layers.
-        normed: Whether the final norm is applied to what they leave.
 
     Returns:
         [batch, length, hidden_size]
@@ -207,9 +202,7 @@ class PoolCache(Cache):  # type: ignore[misc]
     """A Cache whose memory is a KVPool: writes this pass's rows, returns every context in the batch.
 
     Args:
-        pool: KV memory.
         slot_mapping: [num_rows] where new rows go.
-        context_slots: Slots of all sequences' contexts, one after another.
     """
 
     def __init__(self, pool: KVPool, slot_mapping: Tensor, context_slots: Slots) -> None:
@@ -240,11 +233,7 @@ class PoolCache(Cache):  # type: ignore[misc]
 
 
 class RunningMixers:
-    """Watches the layers of a model, until it is removed, so that their calls are answered from their own states.
-
-    Args:
-        model: A model of transformers.
-    """
+    """Watches the layers of a model, until it is removed, so that their calls are answered from their own states."""
 
     def __init__(self, model: nn.Module) -> None:
         self._hooks: list[Any] = []

@@ -16,7 +16,7 @@ from outrider.model.context import SourcePass, ongoing_context
 
 
 def encode(model: Any, token_ids: Tensor) -> Tensor:
-    """What the encoder leaves [num_tokens, width] of a source [num_tokens]."""
+    """Returns what the encoder leaves [num_tokens, width] of a source [num_tokens]."""
     states: Tensor = model.get_encoder()(input_ids=token_ids[None]).last_hidden_state[0]
     return states
 
@@ -45,8 +45,9 @@ def attend_in_encoder(module: Any, query: Tensor, key: Tensor, value: Tensor, ma
 
 
 def distance_biases(model: Any) -> dict[int, Tensor]:
-    """What each decoder layer adds to products of queries and keys by their distance, [num_heads, num_distances], the last
-    one for all greater distances; empty for models that add nothing. A layer without a table uses that of the first."""
+    """Returns what each decoder layer adds to products of queries and keys by their distance, [num_heads, num_distances],
+    the last one for all greater distances; empty for models that add nothing. A layer without a table uses that of the
+    first."""
     tables: dict[int, Tensor] = {}
     for module in model.get_decoder().modules():
         if getattr(module, "has_relative_attention_bias", False):
@@ -75,11 +76,7 @@ class _RowPositions:
 
 
 class SourceCache(EncoderDecoderCache):  # type: ignore[misc]
-    """A cache that takes in keys and values of new sources, and returns what stands in for the keys of all.
-
-    Args:
-        sources: Those of the pass.
-    """
+    """A cache that takes in keys and values of new sources, and returns what stands in for the keys of all."""
 
     def __init__(self, sources: SourcePass) -> None:
         self.self_attention_cache = _NoCache(layers=[])

@@ -32,7 +32,7 @@ VARIABLE = "OUTRIDER_COSTS"
 
 
 def path_of(kind: str, facts: Mapping[str, Any]) -> Path | None:
-    """Where something is kept that holds for these facts alone; None where nothing is kept."""
+    """Returns where something is kept that holds for these facts alone; None where nothing is kept."""
     folder = os.environ.get(VARIABLE) or str(_cache() / "outrider" / "costs")
     if folder == "off":
         return None
@@ -41,12 +41,7 @@ def path_of(kind: str, facts: Mapping[str, Any]) -> Path | None:
 
 
 def read(path: Path, parse: Callable[[Any], _T]) -> _T | None:
-    """What a file holds; None where there is none, or something else.
-
-    Args:
-        path: Of the file.
-        parse: Makes a checked value of what the file says, and may raise anything.
-    """
+    """Returns what a file holds; None where there is none, or something else."""
     try:
         return parse(json.loads(path.read_text("utf-8")))
     except FileNotFoundError:
@@ -94,7 +89,7 @@ def _cache() -> Path:
 
 
 def read_reference(loaded: LoadedModel) -> Reference | None:
-    """What was kept of this file; None where nothing was."""
+    """Returns what was kept of this file; None where nothing was."""
     path = _path(loaded)
     return None if path is None else read(path, lambda content: _parsed(content, loaded))
 

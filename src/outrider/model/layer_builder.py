@@ -38,11 +38,7 @@ _USUAL_EPSILON = 1e-5
 
 
 def described(model: Any) -> tuple[Any, Family]:
-    """The configuration of a model's decoder, and the description of its family.
-
-    Raises:
-        ValueError: The kernels cannot be this model.
-    """
+    """The configuration of a model's decoder, and the description of its family."""
     config = hf_modules.decoder_config(model.config)
     family = FAMILIES.get(config.model_type)
     if family is None:
@@ -124,7 +120,7 @@ def decoder_layer(
 
 
 def _mixer(layer: Any, family: Family, packer: Packer) -> dict[str, Any] | None:
-    """What a layer with a running state has in the place of attention; None for a layer that attends."""
+    """Returns what a layer with a running state has in the place of attention; None for a layer that attends."""
     if family.mixer is None or getattr(layer, family.mixer[0], None) is None:
         return None
     described = family.mixer[1](getattr(layer, family.mixer[0]))
@@ -140,7 +136,7 @@ _NO_ATTENTION = {"whole_norms": False, "scale": 1.0, "softcap": 0.0, "window": 0
 def _attention(
     layer: Any, reach: LayerReach, rotary: int | None, config: Any, family: Family, packer: Packer
 ) -> dict[str, Any]:
-    """What a layer has that attends."""
+    """Returns what a layer has that attends."""
     attention, num_heads = attrgetter(family.attention)(layer), config.num_attention_heads
     if family.rotary_where is not None and not getattr(attention, family.rotary_where):
         rotary = None
@@ -171,7 +167,8 @@ def _attention(
 
 
 def _source(layer: Any, family: Family, packer: Packer) -> dict[str, Any]:
-    """What a layer has that attends to a source. The keys and values of a source are computed by its own modules."""
+    """Returns what a layer has that attends to a source. The keys and values of a source are computed by its own
+    modules."""
     if family.source is None:
         return {}
     attention = attrgetter(family.source.attention)(layer)
@@ -271,11 +268,7 @@ def norm_of(module: Any, family: Family) -> Norm:
 
 
 def activation_of(config: Any, family: Family) -> str:
-    """The kernels' name of the activation.
-
-    Raises:
-        ValueError: They do not know it.
-    """
+    """The kernels' name of the activation."""
     name = getattr(config, family.activation, "silu")
     if name not in _ACTIVATIONS:
         raise ValueError(f"the kernels do not know the activation {name}")

@@ -19,11 +19,7 @@ from outrider.loading import hf_modules
 
 
 class Matrices:
-    """The weight matrices of decoder layers, taken out of their modules and, if need be, given back.
-
-    Args:
-        library: The kernels of this processor.
-    """
+    """The weight matrices of decoder layers, taken out of their modules and, if need be, given back."""
 
     def __init__(self, library: KernelLibrary) -> None:
         self._library = library
@@ -93,16 +89,9 @@ class Matrices:
 class TakenExperts:
     """Packs the experts of a layer.
 
-    Args:
-        module: The module of transformers that holds the experts of a layer.
-        library: The kernels.
-
     Attributes:
         gate_up: Gate and values of each expert in one matrix.
         down: The projection of each expert back to the hidden state.
-
-    Raises:
-        ValueError: The experts have other projections than these.
     """
 
     def __init__(self, module: Any, library: KernelLibrary) -> None:

@@ -34,25 +34,19 @@ _UNKNOWN = 2**31
 
 @dataclass(frozen=True)
 class TextBytes:
-    """What texts take of memory, in bytes.
+    """Holds what texts take of memory, in bytes."""
 
-    Attributes:
-        by_token: Keys and values of a token.
-        by_text: Running states of a text, at most; 0 for a model without them.
-        by_state: Running states behind one token of a text.
-        by_row: The inputs of a draft row, which are kept until it is known whether the row stands; 0 for a model without
-            running states.
-    """
-
-    by_token: int
-    by_text: int = 0
-    by_state: int = 0
+    by_token: int  # keys and values of a token
+    by_text: int = 0  # running states of a text, at most; 0 for a model without them
+    by_state: int = 0  # running states behind one token of a text
+    # The inputs of a draft row, which are kept until it is known whether the row stands; 0 for a model without running
+    # states.
     by_row: int = 0
 
     @classmethod
     def of(cls, state: SequenceState, by_token: int) -> Self:
-        """What texts of the same model take, for a state that holds one. A pass reads what the pass before it has left, and
-        leaves as much again before that is given back."""
+        """Returns what texts of the same model take, for a state that holds one. A pass reads what the pass before it has
+        left, and leaves as much again before that is given back."""
         records = state.running.records.values()
         by_state = sum(record.state_bytes for record in records)
         return cls(by_token, 2 * MOST_STATES * by_state, by_state, 2 * sum(record.row_bytes for record in records))
@@ -65,17 +59,11 @@ class TextBytes:
 
 @dataclass(frozen=True)
 class Beside:
-    """What other parts of an engine will take of the same memory, in bytes.
+    """Holds what other parts of an engine will take of the same memory, in bytes."""
 
-    Attributes:
-        by_token: For each token of the model: layers that proposers add, and keys and values in draft models.
-        weights: Draft models that are not loaded yet.
-        keys: Keys and values of the target that have no memory yet, since it comes with the first pass.
-    """
-
-    by_token: int = 0
-    weights: int = 0
-    keys: int = 0
+    by_token: int = 0  # for each token of the model: layers that proposers add, and keys and values in draft models
+    weights: int = 0  # draft models that are not loaded yet
+    keys: int = 0  # keys and values of the target that have no memory yet, since it comes with the first pass
 
 
 NOTHING = Beside()
@@ -86,12 +74,7 @@ def make_blocks(
 ) -> BlockManager:
     """The blocks of a model: as many as were asked for, or as every running sequence could fill, within a share of what
     running states and other parts of the engine leave free. The states that its prefix cache keeps get a smaller share,
-    unless their size was given.
-
-    Raises:
-        ModelTooLargeError: There is no memory for the blocks beside the running states of so many texts, and beside what
-            other parts of the engine take.
-    """
+    unless their size was given."""
     free, running = available_bytes(loaded.device), taken.running(scheduling)
     if free is not None:
         _check_fit(loaded, cache, scheduling, taken, beside, free)
@@ -168,10 +151,6 @@ class PassTimer:
     A token depends on its position alone. So a pass that is timed leaves the keys and values that were there before, and
     the places may be timed in any order. Running states take the same time whatever their numbers are, and are those that
     the pass before has left.
-
-    Args:
-        runner: The runner of the model. Its own KV memory is left alone.
-        num_tokens: The length of the text, at most the context of the model.
     """
 
     def __init__(self, runner: ModelRunner, num_tokens: int) -> None:
@@ -181,7 +160,7 @@ class PassTimer:
 
     @property
     def device(self) -> torch.device:
-        """Where the passes are computed."""
+        """Returns where the passes are computed."""
         return self._runner.loaded.device
 
     def compute(self, num_tokens: int) -> None:
@@ -193,14 +172,7 @@ class PassTimer:
             self._state.commit(start, range(size))
 
     def seconds(self, start: int, num_rows: int, *, logits: bool) -> float:
-        """The time of one pass.
-
-        Args:
-            start: The tokens that stand before its rows. They are computed already.
-            num_rows: Its rows.
-            logits: Whether the logits of every row are wanted, as for a draft; otherwise those of the last one, as for the
-                last part of a prompt.
-        """
+        """The time of one pass."""
         segment = self._segment(start, num_rows, 0 if logits else num_rows - 1)
         synchronise(self._runner.loaded.device)
         began = perf_counter()
@@ -253,7 +225,6 @@ def measure_context(runner: ModelRunner, passes: dict[int, float]) -> float:
     """Seconds that a pass takes longer for each token before its rows; 0 where finding out would take too long.
 
     Args:
-        runner: The model.
         passes: What its passes take, by rows.
     """
     context = min(_CONTEXT, _longest(runner) - 1)
@@ -286,7 +257,7 @@ def device_name(device: torch.device) -> str:
 
 
 def is_mixture(model: Any) -> bool:
-    """Whether a model is a mixture of experts, so that what a token reads and computes depends on the token."""
+    """Tells whether a model is a mixture of experts, so that what a token reads and computes depends on the token."""
     config = model.config.get_text_config()
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 

@@ -37,15 +37,10 @@ _ROUTED_TEXTS = 5
 
 @dataclass(frozen=True)
 class Reference:
-    """What the stock model says to the texts of the probe.
+    """Holds what the stock model says to the texts of the probe."""
 
-    Attributes:
-        logits: [num_texts, num_tokens, vocab_size]
-        is_causal: Whether what a token's row says is untouched by the tokens after it; found by changing those.
-    """
-
-    logits: Tensor
-    is_causal: bool
+    logits: Tensor  # [num_texts, num_tokens, vocab_size]
+    is_causal: bool  # whether what a token's row says is untouched by the tokens after it; found by changing those
 
 
 def reference(loaded: LoadedModel) -> Reference:
@@ -64,7 +59,7 @@ def reference(loaded: LoadedModel) -> Reference:
 
 
 def _untouched(loaded: LoadedModel, changed: Tensor, logits: Tensor) -> bool:
-    """Whether the rows before the second half are what they are with another one, [num_tokens, vocab_size] both.
+    """Tells whether the rows before the second half are what they are with another one, [num_tokens, vocab_size] both.
 
     Attention may be so sharp that hardly any of them sees the second half, so one row that differs is enough. Where a
     router sends tokens to experts beside other tokens, some rows may be added up in another order, and most rows count.
@@ -75,7 +70,7 @@ def _untouched(loaded: LoadedModel, changed: Tensor, logits: Tensor) -> bool:
 
 
 def _difference(got: Tensor, want: Tensor, logits: Tensor, dtype: torch.dtype) -> float:
-    """How far rows of logits lie apart, as a share of the largest of all logits."""
+    """Returns how far rows of logits lie apart, as a share of the largest of all logits."""
     by_row = (got - want).abs().amax(-1) / logits.abs().max()
     # In narrow types a router's near tie may send a single row to another expert; a wrong mask spares hardly any row.
     return float(by_row.max() if dtype in _WIDE else by_row.median())
@@ -108,9 +103,6 @@ def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> TextB
 
     Returns:
         What texts take of memory.
-
-    Raises:
-        Exception: The model cannot run this way, or its logits differ by more than rounding.
     """
     backend.install(loaded.model)
     runner = ModelRunner(loaded, backend, BlockManager(4 * _PROBE_LEN // _PROBE_BLOCK + 2, _PROBE_BLOCK))
@@ -124,8 +116,8 @@ def probe(loaded: LoadedModel, backend: AttentionBackend, want: Tensor) -> TextB
 
 
 def _try_text(loaded: LoadedModel, runner: ModelRunner, tokens: list[int], want: Tensor) -> tuple[float, TextBytes]:
-    """How far the logits of a text are from those that are wanted, [num_tokens, vocab_size], relative to the largest. The
-    second result is what the text takes of memory."""
+    """Returns how far the logits of a text are from those that are wanted, [num_tokens, vocab_size], relative to the
+    largest. The second result is what the text takes of memory."""
     state, neighbour = (runner.memory.room_for(_PROBE_LEN, source) for source in _sources(loaded))
     runner.forward([Segment.of(state, tokens[:_PROBE_CUT], 0), Segment.of(neighbour, tokens, 0)])
     _check_states(loaded, state)

@@ -28,11 +28,7 @@ _PROBE_LEN, _PROBE_CUT = 10, 7
 
 
 class TargetPass:
-    """Computes the target's own pass of a step.
-
-    Args:
-        runner: The target.
-    """
+    """Computes the target's own pass of a step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -65,11 +61,8 @@ def resumed(
     """Compute every row of `segments`, of which `known` has the first ones as layer `depth` reads them.
 
     Args:
-        runner: The target.
-        segments: Chains where something is known of them.
         known: For each segment, rows that were begun by `depth` layers.
         depth: The layer at which all rows go on.
-        aux_layers: Hidden states that are wanted, of this layer and of later ones.
     """
     missing = [_behind(segment, rows) for segment, rows in zip(segments, known, strict=True)]
     below = [segment for segment in missing if segment is not None]
@@ -112,8 +105,8 @@ def _most_common_depth(begun: Sequence[PartialChain | None]) -> int | None:
 
 
 def resumes_exactly(runner: ModelRunner, depth: int) -> bool:
-    """Whether rows that go on at layer `depth` say what they say in one pass: to the bit where the backend's bits do not
-    depend on the batch, else up to rounding."""
+    """Tells whether rows that go on at layer `depth` say what they say in one pass: to the bit where the backend's bits do
+    not depend on the batch, else up to rounding."""
     loaded, apart = runner.loaded, runner.with_own_memory(3 * _PROBE_LEN)
     tokens = [(5 * i + 2) % loaded.vocab_size for i in range(_PROBE_LEN)]
     states, cut = [apart.memory.room_for(_PROBE_LEN) for _ in range(3)], _PROBE_LEN - _PROBE_CUT

@@ -61,10 +61,6 @@ class RowGuard:
 
     What such modules call runs so, too, but not larger parts that are of other kinds: a model that bounds its logits by a
     tanh should not run as a whole under a mode that is asked at every operator.
-
-    Args:
-        model: The model.
-        kinds: The types of these modules, as `GuardedKinds` has them.
     """
 
     def __init__(self, model: nn.Module, kinds: Mapping[type, bool]) -> None:

@@ -24,11 +24,7 @@ _ROUNDED_OTHERWISE = 0.01
 
 
 class RowKernels:
-    """Replaces what a kernel computes in a model, until it is removed.
-
-    Args:
-        model: A model of transformers on a device that the kernels run on.
-    """
+    """Replaces what a kernel computes in a model, until it is removed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._replaced: list[nn.Module] = []

@@ -24,37 +24,21 @@ from outrider.model.running import RunningPass
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a pass computed.
+    """Holds what a pass computed."""
 
-    Attributes:
-        logits: [num_logits, vocab_size] in float32, or float64 for a float64 model.
-        logits_spans: (first, end) logits of each segment.
-        logits_first_rows: The row of each segment that its first logits belong to.
-        row_spans: (first, end) rows of each segment.
-        aux_hidden_states: By index as transformers counts them (0 is the embeddings, i the input of layer i):
-            [num_rows, hidden_size].
-        hidden: [num_rows, hidden_size] as the last layer that ran left them, before the final norm; for a partial pass.
-        num_resumed_rows: Rows whose first layers a proposer had run already.
-    """
-
-    logits: Tensor
-    logits_spans: list[tuple[int, int]]
-    logits_first_rows: list[int]
-    row_spans: list[tuple[int, int]]
+    logits: Tensor  # [num_logits, vocab_size] in float32, or float64 for a float64 model
+    logits_spans: list[tuple[int, int]]  # (first, end) logits of each segment
+    logits_first_rows: list[int]  # the row of each segment that its first logits belong to
+    row_spans: list[tuple[int, int]]  # (first, end) rows of each segment
+    # By index as transformers counts them (0 is the embeddings, i the input of layer i): [num_rows, hidden_size].
     aux_hidden_states: dict[int, Tensor]
+    # [num_rows, hidden_size] as the last layer that ran left them, before the final norm; for a partial pass.
     hidden: Tensor | None = None
-    num_resumed_rows: int = 0
+    num_resumed_rows: int = 0  # rows whose first layers a proposer had run already
 
 
 class ModelRunner:
     """A loaded model, an attention backend and the memory they share.
-
-    Args:
-        loaded: The model.
-        backend: Already installed on it.
-        blocks: Bookkeeping of the memory.
-        text_bytes: Bytes of the running states of a text, at most; 0 for a model without them.
-        token_bytes: Bytes of keys and values of a token.
 
     Attributes:
         memory: Where the states of texts lie.
@@ -101,17 +85,18 @@ class ModelRunner:
 
     @property
     def invariant(self) -> bool:
-        """Whether other rows in a pass do not change what is written for a row: its bits are its own, or in float64 far
-        finer than what a choice depends on."""
+        """Tells whether other rows in a pass do not change what is written for a row: its bits are its own, or in float64
+        far finer than what a choice depends on."""
         return self.backend.invariant or self.loaded.dtype is torch.float64
 
     @property
     def takes_unknown_tokens(self) -> bool:
-        """Whether a pass takes tokens that the host does not know yet."""
+        """Tells whether a pass takes tokens that the host does not know yet."""
         return isinstance(self.backend, HostedAttention) and not self.loaded.running_layers and self.loaded.encoder is None
 
     def with_own_memory(self, num_tokens: int) -> ModelRunner:
-        """The same model over a small memory of its own, with room for so many tokens and some more, to try things out."""
+        """Returns the same model over a small memory of its own, with room for so many tokens and some more, to try things
+        out."""
         size = self.blocks.block_size
         num_tokens += 0 if self.loaded.trial_source is None else 4 * len(self.loaded.trial_source)  # of up to four texts
         shares = not self.loaded.running_layers  # it keeps no running states for other texts
@@ -130,8 +115,6 @@ class ModelRunner:
 
         Args:
             segments: The rows.
-            aux_layers: Layers whose inputs are wanted.
-            part: Chooses layers.
             head_panels: The tokens that have logits where the backend can leave some out.
             token_ids: [num_rows] on the device, in place of those of the segments; where `takes_unknown_tokens` says so.
         """
@@ -194,23 +177,14 @@ def upcast_logits(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PartialChain:
-    """Rows of one sequence, a chain, that the first layers have computed. Nothing has written over their KV since.
+    """Rows of one sequence, a chain, that the first layers have computed. Nothing has written over their KV since."""
 
-    Attributes:
-        depth: How many layers: 0 to depth - 1.
-        start: Position of the first row.
-        token_ids: Tokens of the rows.
-        block_table: The blocks that the sequence had.
-        long_rope: Whether they were computed with the rotary factors of long texts.
-        hidden: [num_rows, hidden_size] what layer `depth` reads.
-    """
-
-    depth: int
-    start: int
-    token_ids: tuple[int, ...]
-    block_table: tuple[int, ...]
-    long_rope: bool
-    hidden: Tensor
+    depth: int  # how many layers: 0 to depth - 1
+    start: int  # position of the first row
+    token_ids: tuple[int, ...]  # tokens of the rows
+    block_table: tuple[int, ...]  # the blocks that the sequence had
+    long_rope: bool  # whether they were computed with the rotary factors of long texts
+    hidden: Tensor  # [num_rows, hidden_size] what layer `depth` reads
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -220,7 +194,7 @@ class PartialChain:
         return replace(self, token_ids=self.token_ids[:count], hidden=self.hidden[:count])
 
     def same_memory(self, segment: Segment) -> bool:
-        """Whether rows of `segment` lie in the same blocks, under the same rotary factors."""
+        """Tells whether rows of `segment` lie in the same blocks, under the same rotary factors."""
         return self.long_rope == segment.long_rope and self.block_table == tuple(segment.block_table)
 
 
@@ -235,16 +209,14 @@ class PartialRows:
         self._chains.clear()
 
     def take(self, kv: KVView) -> PartialChain | None:
-        """What is known of a sequence, which is forgotten: its KV is about to be written."""
+        """Returns what is known of a sequence, which is forgotten: its KV is about to be written."""
         return self._chains.pop(kv, None)
 
     def add(self, kv: KVView, segment: Segment, depth: int, hidden: Tensor, before: PartialChain | None) -> None:
         """Write down rows that the first layers have just computed from the embeddings.
 
         Args:
-            kv: The sequence's.
             segment: The rows. Of a tree nothing is written down: its rows can only be computed all together.
-            depth: How many layers.
             hidden: [num_rows, hidden_size] what they left.
             before: What `take` gave before these rows were computed. They go on behind its rows, or in the place of the
                 last of them.

@@ -28,7 +28,6 @@ class RunningPass:
 
     Args:
         batch: The rows.
-        most_places: Most places whose states may be left to the prefix cache.
     """
 
     def __init__(self, batch: RaggedBatch, most_places: int = 0) -> None:
@@ -82,13 +81,8 @@ class CellRows:
     cache.
 
     Args:
-        text: What the text keeps.
-        cell: Of which layer and function.
-        function: What advances the state.
         segment: The rows.
         tape: [n, ...] inputs such as those of the rows.
-        passed: Positions whose states are for the prefix cache.
-        left: Where the record goes that the text keeps once the pass has succeeded.
 
     Attributes:
         state: Before the first row; it is not to be changed.
@@ -141,16 +135,11 @@ class CellRows:
 
 @dataclass(frozen=True)
 class StateRows:
-    """The rows of one text in a pass.
+    """The rows of one text in a pass."""
 
-    Attributes:
-        tape: [num_rows, ...] each, the inputs that change the state.
-        queries: [num_rows, ...] each, what else a row needs to read the state.
-        parents: Index of each row's parent, -1 for a row that continues the text; None for a chain.
-    """
-
-    tape: tuple[Tensor, ...]
-    queries: tuple[Tensor, ...] = ()
+    tape: tuple[Tensor, ...]  # [num_rows, ...] each, the inputs that change the state
+    queries: tuple[Tensor, ...] = ()  # [num_rows, ...] each, what else a row needs to read the state
+    # Index of each row's parent, -1 for a row that continues the text; None for a chain.
     parents: tuple[int, ...] | None = None
 
     @property
@@ -178,8 +167,6 @@ class StateFunction(ABC):
         """Compute the rows of a text.
 
         Args:
-            state: Before the first row; it is not changed.
-            rows: The rows.
             wanted: Rows behind which the state is asked for.
 
         Returns:
@@ -380,7 +367,7 @@ class Recurrence(StateFunction):
         return self.run_stock(state, rows, wanted)
 
     def run_stock(self, state: Tensor, rows: StateRows, wanted: Collection[int]) -> tuple[Tensor, dict[int, Tensor]]:
-        """The same by operators of PyTorch."""
+        """Computes the recurrence by operators of PyTorch."""
         last_child = {rows.parent(row): row for row in range(rows.num_rows)}
         states, outputs = {-1: state}, []
         for row in range(rows.num_rows):
@@ -400,7 +387,7 @@ def _step(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tenso
 
 
 def _said(state: Tensor, key: Tensor) -> Tensor:
-    """What a state says of a key: [num_heads, value_dim]."""
+    """Returns what a state says of a key: [num_heads, value_dim]."""
     return (state * _by_head(key, state)[..., None]).sum(-2)
 
 

@@ -22,32 +22,21 @@ from outrider.model.runner import ForwardOutput, ModelRunner, upcast_logits
 
 @dataclass(frozen=True)
 class TargetRows:
-    """Rows of one sequence that some of the target's layers are to compute; made and checked by `Target.rows`.
+    """Rows of one sequence that some of the target's layers are to compute; made and checked by `Target.rows`."""
 
-    Attributes:
-        kv: The sequence's.
-        token_ids: Tokens to compute.
-        start: Position of the first.
-        parents: Which row each one follows; None for a chain.
-        logits_from: First row whose logits are wanted.
-    """
-
-    kv: KVView
-    token_ids: tuple[int, ...]
-    start: int
-    parents: tuple[int, ...] | None
-    logits_from: int
+    kv: KVView  # the sequence's
+    token_ids: tuple[int, ...]  # tokens to compute
+    start: int  # position of the first
+    parents: tuple[int, ...] | None  # which row each one follows; None for a chain
+    logits_from: int  # first row whose logits are wanted
 
     def segment(self) -> Segment:
-        """As a pass takes them, in the blocks that the sequence has now."""
+        """Returns the rows as a pass takes them, in the blocks that the sequence has now."""
         return Segment.of(self.kv, self.token_ids, self.start, self.parents, self.logits_from)
 
 
 class Target:
     """A handle on the target. No module of the model leaves it: where our kernels run, the modules hold no weights.
-
-    Args:
-        runner: The target's.
 
     Attributes:
         name: Path or hub id.
@@ -89,7 +78,7 @@ class Target:
 
     @property
     def fused(self) -> bool:
-        """Whether our kernels compute its passes as a whole."""
+        """Tells whether our kernels compute its passes as a whole."""
         return self._runner.backend.name == FusedDecoder.name
 
     def folder(self) -> str:
@@ -105,9 +94,6 @@ class Target:
 
         Returns:
             [n, hidden_size]
-
-        Raises:
-            InvalidParameterError: A token is outside the vocabulary.
         """
         try:
             tokens = torch.as_tensor(token_ids, device=self.device)
@@ -125,20 +111,12 @@ class Target:
 
     @torch.inference_mode()
     def norm(self, hidden: Tensor) -> Tensor:
-        """The final norm of hidden states [n, hidden_size] as a layer leaves them.
-
-        Raises:
-            InvalidParameterError: They have another width.
-        """
+        """The final norm of hidden states [n, hidden_size] as a layer leaves them."""
         return self._runner.backend.norm(self._runner.loaded, self._checked(hidden))
 
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of hidden states [n, hidden_size] that have passed the final norm; float32 at least.
-
-        Raises:
-            InvalidParameterError: They have another width.
-        """
+        """Logits [n, vocab_size] of hidden states [n, hidden_size] that have passed the final norm; float32 at least."""
         return upcast_logits(self._runner.backend.head(self._runner.loaded, self._checked(hidden)))
 
     def rows(
@@ -153,16 +131,7 @@ class Target:
         """Rows of one sequence for `run`, behind those that its KV holds already.
 
         Args:
-            kv: The sequence's, from `ProposerSequence.kv`.
-            token_ids: Tokens to compute.
-            start: Position of the first.
             parents: Which row each one follows, -1 for what stands before `start`; None for a chain.
-            logits_from: First row whose logits are wanted; len(token_ids) for none.
-
-        Raises:
-            InvalidParameterError: A token outside the vocabulary, a parent that does not come before its row, or a number
-                that is none.
-            ContradictionError: The rows would change KV of the text, or have no room in the sequence's blocks.
         """
         rows = TargetRows(kv, tuple(token_ids), start, None if parents is None else tuple(parents), logits_from)
         self._check_rows(rows)
@@ -182,20 +151,12 @@ class Target:
         earlier step are looked at again: the text may have grown over them.
 
         Args:
-            rows: Made by `rows`, of different sequences each.
             layers: Which layers run, in ascending order; None runs all.
             resume_from: [num_rows, hidden_size] what the layers before the first of `layers` left (`ForwardOutput.hidden`
                 of an earlier run); None begins with the embeddings.
-            aux_layers: Inputs of these layers are returned too, by index as transformers counts them: layers that run, or
-                the number of layers for what the final norm leaves.
 
         Returns:
             Logits of the wanted rows, and `hidden` as the last of `layers` left it.
-
-        Raises:
-            InvalidParameterError: A layer that the model has not or that does not run, hidden states of another shape, no
-                rows, or rows that `rows` has not made.
-            ContradictionError: See `rows`.
         """
         self._check_whole(rows)
         chosen = tuple(range(self.num_layers)) if layers is None else tuple(layers)
@@ -215,13 +176,7 @@ class Target:
         that it drafts for begins with no more of another one than these layers hold.
 
         Args:
-            shape: What is kept.
             recompute: How the proofs compute it anew, from tokens and hidden states of the target.
-            aux_layers: The hidden states that `recompute` reads, by index as transformers counts them.
-
-        Raises:
-            InvalidParameterError: A size that is none, or a layer that the target has not.
-            ModelTooLargeError: There is no memory for them.
         """
         for field, size in (("num_layers", shape.num_layers), ("num_heads", shape.num_heads), ("head_dim", shape.head_dim)):
             if type(size) is not int or size < 1:
@@ -240,15 +195,7 @@ class Target:
 
     def try_layers(self, layers: Sequence[int]) -> None:
         """Run a token through some of the layers, in a memory of its own, so that a method is refused before any work where
-        its every draft would fail.
-
-        Args:
-            layers: As for `run`.
-
-        Raises:
-            InvalidParameterError: A layer that the model has not.
-            UnsupportedModelError: Its layers cannot be chosen from.
-        """
+        its every draft would fail."""
         try:
             self.run_apart([0], layers=layers)
         except InvalidParameterError:
@@ -263,12 +210,7 @@ class Target:
         """Compute a text in a memory of its own, which no sequence has a part in.
 
         Args:
-            token_ids: The text.
             layers: As for `run`; None for a whole pass, which leaves no `hidden`.
-            aux_layers: As for `run`.
-
-        Raises:
-            InvalidParameterError: A layer that the model has not.
         """
         if layers is not None:
             self._check_layers("layers", tuple(layers), self.num_layers)

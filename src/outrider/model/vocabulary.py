@@ -21,8 +21,6 @@ class ModelVocabulary:
     """The tokens of one model as the bytes that they write.
 
     Args:
-        tokenizer: A tokenizer of transformers with a backend of the tokenizers library.
-        name: The model's name, for messages.
         size: How many ids the model's logits have; None takes those of the tokenizer.
         eos_token_ids: The tokens that end a text; None takes the tokenizer's.
 
@@ -36,9 +34,6 @@ class ModelVocabulary:
         bos: The token that begins a text, if there is one.
         eos: The token that ends a text, if there is one.
         opening: What the tokenizer puts before every text: the token that begins a text, or nothing.
-
-    Raises:
-        ContradictionError: There is no tokenizer, or it is none of the tokenizers library.
     """
 
     def __init__(
@@ -79,7 +74,7 @@ class ModelVocabulary:
         return [*self._fitted(data[:start]), *middle, *self._fitted(data[end:])]
 
     def can_write(self, data: bytes) -> bool:
-        """Whether some tokens write these bytes and nothing else."""
+        """Tells whether some tokens write these bytes and nothing else."""
         return self.written(self.spell(data)) == data
 
     def written(self, token_ids: Sequence[int]) -> bytes:
@@ -110,7 +105,8 @@ class ModelVocabulary:
         return tokens[first:] if size == 0 else None
 
     def _piece(self, token: int) -> bytes:
-        """What a token writes. Some tokenizers know tokens that their model has no logits for; these write nothing."""
+        """Returns what a token writes. Some tokenizers know tokens that their model has no logits for; these write
+        nothing."""
         return self.pieces[token] or b"" if token < self.size else b""
 
     def _fitted(self, data: bytes) -> Iterator[int]:
@@ -142,7 +138,7 @@ class ModelVocabulary:
 
 
 def own_bytes(tokenizer: Any, token_id: int) -> bytes | None:
-    """What one token writes in the middle of a text; None where the tokenizer does not tell."""
+    """Returns what one token writes in the middle of a text; None where the tokenizer does not tell."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     token: str | None = None if backend is None else backend.id_to_token(token_id)
     if token is None:
@@ -152,8 +148,8 @@ def own_bytes(tokenizer: Any, token_id: int) -> bytes | None:
 
 
 def whole_characters(data: bytes) -> tuple[int, int]:
-    """Where whole UTF-8 characters begin and end in these bytes: behind the rest of one that began earlier, and before one
-    that is not complete yet."""
+    """Returns where whole UTF-8 characters begin and end in these bytes: behind the rest of one that began earlier, and
+    before one that is not complete yet."""
     start = 0
     while start < min(3, len(data)) and data[start] & 0xC0 == 0x80:
         start += 1

@@ -44,7 +44,7 @@ class Drawn:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was drawn yet."""
+        """Tells whether nothing was drawn yet."""
         return not self._order
 
     def next_branch(self, position: int) -> int:
@@ -60,10 +60,8 @@ class Drawn:
         """A token was drawn behind a path.
 
         Args:
-            path: Tokens between the committed text and this one.
             row: [vocab_size] probabilities, those of the first token that was drawn there. Further ones are drawn from what
                 is left of them without the tokens before.
-            token: The token.
         """
         self._rows.setdefault(path, row)
         self._tokens.setdefault(path, []).append(token)
@@ -90,7 +88,8 @@ class Drawn:
         return Draft(tuple(tokens), tuple(parents), tuple(laws), torch.stack(rows)) if tokens else EMPTY
 
     def problem(self, draft: Draft, base: Path) -> str | None:
-        """What a draft behind `base` says of its draws that is not so; None where it holds all of them and no others."""
+        """Returns what a draft behind `base` says of its draws that is not so; None where it holds all of them and no
+        others."""
         paths, told, rows = draft.paths, dict[Path, list[int]](), dict[int, Tensor]()
         for draw, (node, law) in enumerate(zip(draft.nodes, draft.laws, strict=True)):
             if law is not Law.SAMPLED:
@@ -113,7 +112,8 @@ class Drawn:
 
 
 def _are_rows(draft_probs: Tensor | None, rows: Mapping[int, Tensor]) -> list[bool]:
-    """Whether the probabilities of these draws are the given rows, in one answer: the host waits for a device at each."""
+    """Tells whether the probabilities of these draws are the given rows, in one answer: the host waits for a device at
+    each."""
     if not rows:
         return []
     assert draft_probs is not None
@@ -169,36 +169,22 @@ class Joined(Sequence[int]):
 
 @dataclass
 class ProposerSequence:
-    """A sequence as proposers see it.
+    """A sequence as proposers see it."""
 
-    Attributes:
-        seq_id: Unique while the engine lives.
-        token_ids: Committed tokens, prompt first.
-        num_prompt_tokens: How many of them are the prompt.
-        sampling: The request's parameters.
-        processing: What its parameters do to logits, the target's and a draft model's alike.
-        seed: Of the request's noise.
-        sample: Sample index within the request.
-        kv: The target's KV of it, to read: blocks and how many tokens they hold. While a proposer is asked, the blocks
-            have room for the draft's rows behind these.
-        round: Verify passes so far.
-        namespace: Keeps prefix caches of unrelated callers apart.
-        prediction: Tokens that the caller expects the output to have; empty where nothing is predicted.
-        source: Tokens that an encoder has read for this text; None for a decoder alone.
-    """
-
-    seq_id: int
-    token_ids: Tokens
-    num_prompt_tokens: int
-    sampling: SamplingParams
-    processing: Processing
-    seed: int
-    sample: int
+    seq_id: int  # unique while the engine lives
+    token_ids: Tokens  # committed tokens, prompt first
+    num_prompt_tokens: int  # how many of them are the prompt
+    sampling: SamplingParams  # the request's parameters
+    processing: Processing  # what its parameters do to logits, the target's and a draft model's alike
+    seed: int  # of the request's noise
+    sample: int  # sample index within the request
+    # The target's KV of it, to read: blocks and how many tokens they hold. While a proposer is asked, the blocks have room
+    # for the draft's rows behind these.
     kv: KVView
-    round: int = 0
-    namespace: str | None = None
-    prediction: tuple[int, ...] = ()
-    source: tuple[int, ...] | None = None
+    round: int = 0  # verify passes so far
+    namespace: str | None = None  # keeps prefix caches of unrelated callers apart
+    prediction: tuple[int, ...] = ()  # tokens that the caller expects the output to have; empty where nothing is predicted
+    source: tuple[int, ...] | None = None  # tokens that an encoder has read for this text; None for a decoder alone
 
     @cached_property
     def known_token_ids(self) -> Sequence[int]:
@@ -216,34 +202,25 @@ def _uncounted(stage: str, num_drafted: int, num_accepted: int) -> None:
 
 @dataclass(frozen=True)
 class ProposeRequest:
-    """One sequence that wants a draft.
+    """One sequence that wants a draft."""
 
-    Attributes:
-        sequence: Whose.
-        budget: Most rows it may have, scratch rows included; decided before anything is drawn.
-        max_depth: Longest path that may be of use; as many as `budget` for a chain, fewer near the end of a text.
-        path: Tokens behind the committed ones that another proposer drafted in this step; the draft goes on behind them.
-        builder: Shapes the draft as the caller asked for; `Growth` follows it.
-        greedy: Whether the caller asked for the most likely tokens instead of drawn ones.
-        coupled: Whether drafts are to guess with the target's noise.
-        drafter: Whose draws these are; part of their keys.
-        report: Counts a fault of a proposer that drafts for the one that is asked, and logs what happened. It costs the
-            one that is asked nothing.
-        count_stage: Counts one pass of a stage inside the one that is asked: the name of the drafter there, how many tokens
-            it guessed, and how many of them entered the stage's draft.
-        drawn: What is drawn for it. Who asks a proposer of its own for something else than this draft gives a new one.
-    """
-
-    sequence: ProposerSequence
-    budget: int
+    sequence: ProposerSequence  # whose
+    budget: int  # most rows it may have, scratch rows included; decided before anything is drawn
+    # Longest path that may be of use; as many as `budget` for a chain, fewer near the end of a text.
     max_depth: int = 1 << 30
+    # Tokens behind the committed ones that another proposer drafted in this step; the draft goes on behind them.
     path: tuple[int, ...] = ()
-    builder: TreeBuilder = CHAIN
-    greedy: bool = False
-    coupled: bool = False
-    drafter: int = 0
+    builder: TreeBuilder = CHAIN  # shapes the draft as the caller asked for; `Growth` follows it
+    greedy: bool = False  # whether the caller asked for the most likely tokens instead of drawn ones
+    coupled: bool = False  # whether drafts are to guess with the target's noise
+    drafter: int = 0  # whose draws these are; part of their keys
+    # Counts a fault of a proposer that drafts for the one that is asked, and logs what happened. It costs the one that is
+    # asked nothing.
     report: Callable[[str], None] = field(default=_unheard, compare=False)
+    # Counts one pass of a stage inside the one that is asked: the name of the drafter there, how many tokens it guessed,
+    # and how many of them entered the stage's draft.
     count_stage: Callable[[str, int, int], None] = field(default=_uncounted, compare=False)
+    # What is drawn for it. Who asks a proposer of its own for something else than this draft gives a new one.
     drawn: Drawn = field(default_factory=Drawn, compare=False)
 
     @property
@@ -264,15 +241,10 @@ class ProposeRequest:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """What the target computes of a text in this step, before the text is drafted for.
+    """Holds what the target computes of a text in this step, before the text is drafted for."""
 
-    Attributes:
-        sequence: Whose.
-        stop: How many leading tokens of the text the target will have computed after this step.
-    """
-
-    sequence: ProposerSequence
-    stop: int
+    sequence: ProposerSequence  # whose
+    stop: int  # how many leading tokens of the text the target will have computed after this step
 
 
 #: Members that one nested proposer may have; keys count them in this base.
@@ -282,12 +254,7 @@ _DRAFTER_BITS = 20
 
 
 class DraftNoise:
-    """Chance for proposers: draws under keys that are theirs alone, or guesses with the target's noise when coupled.
-
-    Args:
-        source: Where the engine's chance comes from.
-        members: For the members of nested proposers: which member of which.
-    """
+    """Chance for proposers: draws under keys that are theirs alone, or guesses with the target's noise when coupled."""
 
     def __init__(self, source: NoiseSource, members: tuple[int, ...] = ()) -> None:
         self.source = source
@@ -315,8 +282,6 @@ class DraftNoise:
 
         Args:
             probs: [n, vocab_size] probabilities of each row; behind one path always the same.
-            requests: Whose draft each row belongs to; each pair of request and path stands here once.
-            paths: The tokens of the draft that each drawn one follows; empty for the first token of a draft.
 
         Returns:
             Tokens [n]; -1 where no token is left.
@@ -371,26 +336,21 @@ def _left(probs: Tensor, taken: Sequence[Sequence[int]]) -> tuple[Tensor, list[i
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a proposer wants to be shown after each pass.
+    """Holds what a proposer wants to be shown after each pass."""
 
-    Attributes:
-        aux_layers: Hidden states by transformers' index: 0 is the embeddings, i the input of layer i.
-        target_top_k: How many of the target's most likely next tokens, for the rows that have logits.
-        needs_uncached_prompt: Whether every row of the text is needed, from its first token. Such a sequence is computed
-            without prefix-cache hits on the target, and where `target_top_k` is asked for, prompt rows get logits too.
-            Without, what was computed anyway is shown, and nothing is computed for it.
-        added_layers: Its own layers beside the target's (`Target.add_layers`). A text begins with no more of another one
-            than these hold, and every other row is shown.
-    """
-
-    aux_layers: tuple[int, ...] = ()
-    target_top_k: int = 0
+    aux_layers: tuple[int, ...] = ()  # hidden states by transformers' index: 0 is the embeddings, i the input of layer i
+    target_top_k: int = 0  # how many of the target's most likely next tokens, for the rows that have logits
+    # Whether every row of the text is needed, from its first token. Such a sequence is computed without prefix-cache hits
+    # on the target, and where `target_top_k` is asked for, prompt rows get logits too. Without, what was computed anyway is
+    # shown, and nothing is computed for it.
     needs_uncached_prompt: bool = False
+    # Its own layers beside the target's (`Target.add_layers`). A text begins with no more of another one than these hold,
+    # and every other row is shown.
     added_layers: AddedLayers | None = None
 
 
 class RowStatus(StrEnum):
-    """What became of a row of the pass."""
+    """Holds what became of a row of the pass."""
 
     TEXT = "text"  # a committed token that was due: of the prompt, or the last one written
     ACCEPTED = "accepted"  # a draft token that entered the text
@@ -399,41 +359,26 @@ class RowStatus(StrEnum):
 
 
 class TopK(NamedTuple):
-    """The target's most likely next tokens.
+    """The target's most likely next tokens."""
 
-    Attributes:
-        rows: Which of the shown rows these are; rows without logits have none.
-        token_ids: [len(rows), k], most likely first.
-        logits: [len(rows), k], of the target itself, before any parameter.
-    """
-
-    rows: tuple[int, ...]
-    token_ids: Tensor
-    logits: Tensor
+    rows: tuple[int, ...]  # which of the shown rows these are; rows without logits have none
+    token_ids: Tensor  # [len(rows), k], most likely first
+    logits: Tensor  # [len(rows), k], of the target itself, before any parameter
 
 
 @dataclass(frozen=True)
 class ObservedRows:
-    """Rows of one sequence in the pass that has just ended. After a preemption rows of the text come again.
+    """Rows of one sequence in the pass that has just ended. After a preemption rows of the text come again."""
 
-    Attributes:
-        sequence: Whose; its `token_ids` hold what was accepted already.
-        token_ids: Token of each row.
-        positions: Position of each row.
-        parents: Which of these rows each one follows; -1 where it follows what was computed in earlier passes.
-        statuses: What became of each row.
-        aux_hidden_states: By layer index: [num_rows, hidden_size]. They may be views of the whole pass: what is kept is
-            cloned.
-        target_top_k: None unless asked for.
-    """
-
-    sequence: ProposerSequence
-    token_ids: tuple[int, ...]
-    positions: tuple[int, ...]
+    sequence: ProposerSequence  # whose; its `token_ids` hold what was accepted already
+    token_ids: tuple[int, ...]  # token of each row
+    positions: tuple[int, ...]  # position of each row
+    # Which of these rows each one follows; -1 where it follows what was computed in earlier passes.
     parents: tuple[int, ...]
-    statuses: tuple[RowStatus, ...]
+    statuses: tuple[RowStatus, ...]  # what became of each row
+    # By layer index: [num_rows, hidden_size]. They may be views of the whole pass: what is kept is cloned.
     aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
-    target_top_k: TopK | None = None
+    target_top_k: TopK | None = None  # None unless asked for
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -444,7 +389,7 @@ class ObservedRows:
 
 
 def rows_at(places: Sequence[int]) -> slice | list[int]:
-    """What selects rows of a tensor: a slice, which copies nothing, where they lie one behind another."""
+    """Returns what selects rows of a tensor: a slice, which copies nothing, where they lie one behind another."""
     together = bool(places) and list(places) == list(range(places[0], places[0] + len(places)))
     return slice(places[0], places[-1] + 1) if together else list(places)
 
@@ -479,7 +424,7 @@ class Proposer:
         raise NotImplementedError
 
     def observe(self, rows: Sequence[ObservedRows]) -> None:
-        """What the pass computed for the sequences of this proposer, as `requires` asked."""
+        """Receives what the pass computed for the sequences of this proposer, as `requires` asked."""
 
     def finish(self, sequence: ProposerSequence) -> None:
         """The sequence has ended or was cancelled; forget it."""
@@ -489,11 +434,8 @@ class Proposer:
         return 0
 
     def overlaps(self, sequence: ProposerSequence, target_probs: Sequence[float]) -> list[float]:
-        """How often draft tokens would have stood in text that is committed, where that can be told without drafting.
-
-        Args:
-            sequence: Whose.
-            target_probs: The probability with which the target wrote each of the last tokens.
+        """Returns how often draft tokens would have stood in text that is committed, where that can be told without
+        drafting.
 
         Returns:
             For as many of the last tokens as it has to read anyway: min(1, q / p) for the probability q that it gives to
@@ -502,8 +444,8 @@ class Proposer:
         return []
 
     def snapshot(self) -> object | None:
-        """What drafts depend on beside the sequences that are alive, such as texts of earlier requests; None for nothing.
-        Taken while no sequence is alive."""
+        """Returns what drafts depend on beside the sequences that are alive, such as texts of earlier requests; None for
+        nothing. Taken while no sequence is alive."""
         return None
 
     def restore(self, state: object) -> None:

@@ -22,9 +22,7 @@ class ProposerBesideTarget(Proposer):
     once. Subclasses draft.
 
     Args:
-        head: The head.
         bridge: From the tokens that the head drafts to the target's.
-        min_confidence: Nothing is drafted behind a token whose own draft probability is smaller.
     """
 
     def __init__(self, head: HeadRunner[Any], bridge: Bridge, min_confidence: float = 0.0) -> None:

@@ -30,7 +30,7 @@ _OUTSIDE = -1e30
 
 
 class Bridge(Protocol):
-    """What a draft model's proposer asks between two vocabularies."""
+    """Holds what a draft model's proposer asks between two vocabularies."""
 
     def text(self, sequence: ProposerSequence, path: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
         """A text with `path` behind its committed tokens, in the draft's own tokens: those that the committed tokens
@@ -51,12 +51,7 @@ class Bridge(Protocol):
 
 
 class SameVocabulary:
-    """The bridge of two models of one vocabulary.
-
-    Args:
-        vocab_size: Width of the target's logits. The draft's are cut or padded to it: tokens that only one of them has are
-            never drafted.
-    """
+    """The bridge of two models of one vocabulary."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -79,7 +74,6 @@ class ChosenTokens(SameVocabulary):
     """The bridge of a head that reads all tokens of the target and drafts some of them.
 
     Args:
-        vocab_size: Width of the target's logits.
         tokens: [draft_vocab] the target's token for each token that may be drafted.
     """
 
@@ -97,11 +91,6 @@ class SharedTokens:
 
     A committed token that both have reads as the draft's own. What the draft does not have, and characters that take
     several tokens, read as the tokens that the draft's tokenizer writes for the same text. With `by_text` everything does.
-
-    Args:
-        target: The target's vocabulary.
-        draft: The draft's.
-        by_text: Whether the draft reads its own tokenizer's tokens even where the target's would do.
 
     Attributes:
         twins: For each token of the target the draft's token that writes the same, -1 where there is none.
@@ -124,8 +113,8 @@ class SharedTokens:
         return reading.settled, reading.loose(path)
 
     def token(self, token_id: int) -> int:
-        """Of a token that the draft does not have, the last of those that write it: the best single one to go on from. What
-        is computed of it is not taken for the text later, since the text reads otherwise."""
+        """Finds, for a token that the draft does not have, the last of those that write it: the best single one to go on
+        from. What is computed of it is not taken for the text later, since the text reads otherwise."""
         twin = self.twins[token_id]
         return twin if twin >= 0 else (self.read(token_id) or [0])[-1]
 
@@ -149,7 +138,6 @@ class SharedTokens:
         """Read one more token of the target.
 
         Args:
-            token_id: The token.
             written: The draft's tokens so far, which it adds to.
             held: Bytes behind these that are still open.
 
@@ -186,7 +174,8 @@ class SharedTokens:
         ]
 
     def _mark(self, token_id: int, text: str) -> list[int]:
-        """How a special token of the target reads: as the draft's own of the same text or role, else as its text."""
+        """Returns how a special token of the target reads: as the draft's own of the same text or role, else as its
+        text."""
         if self.twins[token_id] >= 0:
             return [self.twins[token_id]]
         if token_id != self.target.bos:
@@ -195,7 +184,7 @@ class SharedTokens:
 
 
 class _Reading:
-    """How far one sequence has been read. What it says follows from the tokens alone, not from when it was asked.
+    """Says how far one sequence has been read. What it says follows from the tokens alone, not from when it was asked.
 
     Args:
         bridge: Reads the tokens.
@@ -227,7 +216,7 @@ class _Reading:
         return written + self._bridge.draft.spell(held)
 
     def _begin(self, first: int) -> None:
-        """What the draft's tokenizer puts before a text, unless the text itself begins so."""
+        """Returns what the draft's tokenizer puts before a text, unless the text itself begins so."""
         bridge = self._bridge
         if bridge.read(first) != bridge.draft.opening:
             self.settled += bridge.draft.opening
@@ -259,65 +248,36 @@ LEAST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class VocabularyReport:
-    """What the vocabularies of a target and of a draft model have in common.
+    """Holds what the vocabularies of a target and of a draft model have in common."""
 
-    Attributes:
-        target: The target's name.
-        draft: The draft model's name.
-        target_size: Tokens of the target.
-        draft_size: Tokens of the draft model.
-        num_shared: Tokens that write the same bytes in both, or have the same role.
-        num_text_tokens: Tokens that the target's tokenizer makes of the sample.
-        share_of_text: How many of these are shared, 0 to 1.
-        share_of_bytes: How many of the sample's bytes these write, 0 to 1.
-        outside: Tokens of the sample that the draft model does not have, as text, most frequent first.
-        same_ids: Whether all ids mean the same, so that the method "draft_model" serves.
-        match: The setting of the method "cross_vocabulary" that suits the pair; None where no way does.
-    """
-
-    target: str
-    draft: str
-    target_size: int
-    draft_size: int
-    num_shared: int
-    num_text_tokens: int
-    share_of_text: float
-    share_of_bytes: float
-    outside: tuple[str, ...]
-    same_ids: bool
+    target: str  # the target's name
+    draft: str  # the draft model's name
+    target_size: int  # tokens of the target
+    draft_size: int  # tokens of the draft model
+    num_shared: int  # tokens that write the same bytes in both, or have the same role
+    num_text_tokens: int  # tokens that the target's tokenizer makes of the sample
+    share_of_text: float  # how many of these are shared, 0 to 1
+    share_of_bytes: float  # how many of the sample's bytes these write, 0 to 1
+    outside: tuple[str, ...]  # tokens of the sample that the draft model does not have, as text, most frequent first
+    same_ids: bool  # whether all ids mean the same, so that the method "draft_model" serves
+    # The setting of the method "cross_vocabulary" that suits the pair; None where no way does.
     match: Literal["tokens", "text"] | None
 
     @property
     def share_of_target(self) -> float:
-        """How many of the target's tokens are shared, 0 to 1."""
+        """Returns how many of the target's tokens are shared, 0 to 1."""
         return self.num_shared / max(self.target_size, 1)
 
 
 def compare_vocabularies(target: str, draft: str, text: str, *, num_examples: int = 12) -> VocabularyReport:
-    """Compare the tokenizers of two models by the bytes that their tokens write. No weights are loaded.
-
-    Args:
-        target: Folder or hub id of the target.
-        draft: The same of the draft model.
-        text: A sample of what is to be written.
-        num_examples: The most tokens to name that the draft model does not have.
-
-    Raises:
-        InvalidParameterError: There is no such folder, or the sample is empty.
-        ModelLoadError: There is no tokenizer, or it cannot be read.
-        ContradictionError: A tokenizer does not tell what its tokens write.
-    """
+    """Compare the tokenizers of two models by the bytes that their tokens write. No weights are loaded."""
     check_sources(target=target, draft=draft)
     ours, theirs = (ModelVocabulary(given_tokenizer(name), name) for name in (target, draft))
     return report(ours, theirs, text, num_examples=num_examples)
 
 
 def report(target: ModelVocabulary, draft: ModelVocabulary, text: str, *, num_examples: int = 12) -> VocabularyReport:
-    """The same of vocabularies that are there already.
-
-    Raises:
-        InvalidParameterError: The sample is empty.
-    """
+    """Reports on vocabularies that are there already."""
     data = text.encode()
     tokens = target.spell(data)
     if not tokens:
@@ -352,6 +312,6 @@ def _match(target: ModelVocabulary, draft: ModelVocabulary, share: float) -> Lit
 
 
 def _known(vocabulary: ModelVocabulary) -> dict[int, bytes | str]:
-    """What each token writes, or its text where it is a special one."""
+    """Returns what each token writes, or its text where it is a special one."""
     ordinary = {id: piece for id, piece in enumerate(vocabulary.pieces) if piece is not None}
     return {**ordinary, **vocabulary.special}

@@ -29,8 +29,8 @@ MAX_MEMBERS = 8
 
 
 def named(place: str, error: InputError | ModelError) -> InputError | ModelError:
-    """The same error with the place in the nesting before the name of its setting. What is `draft_model` beside a method is
-    `model` inside it."""
+    """Returns the same error with the place in the nesting before the name of its setting. What is `draft_model` beside a
+    method is `model` inside it."""
     if isinstance(error, ModelError):
         return error.at(place)
     field = "model" if error.field == "draft_model" else error.field
@@ -88,15 +88,11 @@ class Composition(Method):
         return self.replace(methods=tuple(nested.values()))
 
     def usual_length(self) -> int:
-        """As many rows as its members have."""
+        """Returns as many rows as its members have."""
         return min(MAX_ROWS, sum(member.num_draft_tokens for member in self.methods)) or _USUAL_LENGTH
 
     def build(self, context: ProposerContext) -> Proposer:
-        """Nothing can be built: the engine asks the members.
-
-        Raises:
-            InvalidParameterError: Always.
-        """
+        """Nothing can be built: the engine asks the members."""
         remedy = "Use a method that has one proposer."
         raise InvalidParameterError("method", self.name, "it is no proposer of its own", remedy)
 
@@ -119,18 +115,13 @@ class Then(Composition):
 
 @dataclass(frozen=True)
 class MemberTurn:
-    """One method's turn in a draft.
+    """One method's turn in a draft."""
 
-    Attributes:
-        config: Its settings.
-        behind: The earlier turns behind whose deepest token it drafts; without any, or where they drafted nothing, it
-            begins at the end of the text.
-        pooled: Whether it may also use rows that turns without drawn tokens have left over.
-    """
-
-    config: SpeculationConfig
+    config: SpeculationConfig  # its settings
+    # The earlier turns behind whose deepest token it drafts; without any, or where they drafted nothing, it begins at the
+    # end of the text.
     behind: tuple[int, ...]
-    pooled: bool
+    pooled: bool  # whether it may also use rows that turns without drawn tokens have left over
 
 
 def turns_of(configs: Sequence[SpeculationConfig]) -> tuple[MemberTurn, ...]:
@@ -149,7 +140,7 @@ def parts_of(config: SpeculationConfig) -> tuple[SpeculationConfig, ...]:
 
 
 def placed_parts_of(config: SpeculationConfig, place: str = "") -> list[tuple[str, SpeculationConfig]]:
-    """The same with the place of each in the nesting, such as "methods.1"; empty for the settings themselves."""
+    """Returns the same with the place of each in the nesting, such as "methods.1"; empty for the settings themselves."""
     if not isinstance(config.method, Composition):
         return [(place, config)]
     dot = f"{place}." if place else ""
@@ -177,7 +168,7 @@ def _add(config: SpeculationConfig, behind: tuple[int, ...], found: list[MemberT
 
 
 def _draws(config: SpeculationConfig) -> bool:
-    """Whether the draft, or the first part of it, may hold drawn tokens."""
+    """Tells whether the draft, or the first part of it, may hold drawn tokens."""
     method = config.method
     if isinstance(method, Composition):
         return any(_draws(member) for member in method.methods)
@@ -249,7 +240,7 @@ class Auto(Method):
 
     @property
     def candidates(self) -> tuple[SpeculationConfig, ...]:
-        """What the engine chooses from."""
+        """Returns what the engine chooses from."""
         return self.methods
 
     @property

@@ -69,21 +69,13 @@ class CrossVocabulary(DraftModel):
 
 @dataclass
 class _Writing:
-    """What the draft writes for one request.
+    """Holds what the draft writes for one request."""
 
-    Attributes:
-        request: The request.
-        text: The bytes so far.
-        token_ids: The target's tokens that write them, as many as are wanted.
-        num_own: How many tokens of its own the draft has chosen.
-        ended: Whether it has written enough, or what the target cannot.
-    """
-
-    request: ProposeRequest
-    text: bytes = b""
-    token_ids: list[int] = field(default_factory=list)
-    num_own: int = 0
-    ended: bool = False
+    request: ProposeRequest  # the request
+    text: bytes = b""  # the bytes so far
+    token_ids: list[int] = field(default_factory=list)  # the target's tokens that write them, as many as are wanted
+    num_own: int = 0  # how many tokens of its own the draft has chosen
+    ended: bool = False  # whether it has written enough, or what the target cannot
 
     @property
     def most(self) -> int:
@@ -92,14 +84,7 @@ class _Writing:
 
 
 class TextProposer(DraftModelProposer):
-    """Chains of the text that a draft model writes in its own tokens, in the target's tokens.
-
-    Args:
-        runner: The draft model with KV memory of its own.
-        bridge: Between the vocabularies, by text.
-        max_num_batched_tokens: Rows a pass.
-        vocabulary: See `DraftModelProposer`.
-    """
+    """Chains of the text that a draft model writes in its own tokens, in the target's tokens."""
 
     def __init__(
         self,
@@ -144,7 +129,7 @@ class TextProposer(DraftModelProposer):
 
 
 def _in_own_tokens(request: ProposeRequest) -> ProposeRequest:
-    """The same wish as a chain of the draft's own tokens."""
+    """Returns the same wish as a chain of the draft's own tokens."""
     most = _MOST_OWN * min(request.budget, request.max_depth)
     return replace(request, budget=most, max_depth=most, builder=CHAIN)
 

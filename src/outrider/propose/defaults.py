@@ -15,17 +15,11 @@ from outrider.propose.settings import PLAIN, Method, SpeculationConfig
 
 @dataclass(frozen=True)
 class SpeculationDefaults:
-    """What an engine was told at its start about speculation, from which it completes the settings of later calls.
+    """Holds what an engine was told at its start about speculation, from which it completes the settings of later calls."""
 
-    Attributes:
-        config: The settings of calls that bring none.
-        embedded_draft: The draft model that comes with the package, where the target came with it too.
-        left_open: Whether nobody said who drafts.
-    """
-
-    config: SpeculationConfig = PLAIN
-    embedded_draft: str | None = None
-    left_open: bool = False
+    config: SpeculationConfig = PLAIN  # the settings of calls that bring none
+    embedded_draft: str | None = None  # the draft model that comes with the package, where the target came with it too
+    left_open: bool = False  # whether nobody said who drafts
 
     @classmethod
     def of(cls, speculation: Any, draft_model: str | PathLike[str] | None, embedded_draft: str | None) -> Self:
@@ -33,11 +27,6 @@ class SpeculationDefaults:
 
         Args:
             speculation: As `SpeculationConfig.of` takes it, or None.
-            draft_model: A draft model to choose from, or for a method that needs one.
-            embedded_draft: That of the package, for its own target.
-
-        Raises:
-            InputError: They do not fit together.
         """
         asked = with_draft_model(Auto.name if speculation is None else speculation, draft_model)
         config = SpeculationConfig.of(asked)
@@ -75,11 +64,7 @@ class SpeculationDefaults:
         return found
 
     def complete(self, speculation: Any) -> SpeculationConfig:
-        """Settings of a call with what they leave open: the draft model, or the methods to choose from.
-
-        Raises:
-            InputError: They are malformed, or they need a draft model and there is none.
-        """
+        """Settings of a call with what they leave open: the draft model, or the methods to choose from."""
         config = SpeculationConfig.of(speculation)
         if isinstance(config.method, Auto):
             return config.replace(method=self._complete_auto(config.method, config.num_draft_tokens))
@@ -124,12 +109,11 @@ class SpeculationDefaults:
 
 
 def usual_methods(draft: Method | None, longest: int = Auto.default_num_draft_tokens) -> tuple[SpeculationConfig, ...]:
-    """What the engine chooses from where nobody says: a lookup, beside a draft model if there is one, and else beside what
-    the target held likely before. Its own first layers draft only where a request says so: without a head that was trained
-    to exit there they cost more than they bring.
+    """Returns what the engine chooses from where nobody says: a lookup, beside a draft model if there is one, and else
+    beside what the target held likely before. Its own first layers draft only where a request says so: without a head that
+    was trained to exit there they cost more than they bring.
 
     Args:
-        draft: The draft model, or what the target's own checkpoint carries.
         longest: Most draft tokens.
     """
     methods = ("suffix", "token_recycling") if draft is None else (draft, "suffix")
@@ -167,11 +151,7 @@ def _with_draft(config: SpeculationConfig, draft_model: str) -> SpeculationConfi
 
 
 def with_draft_model(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
-    """The settings with a draft model that was given beside them.
-
-    Raises:
-        InputError: They are malformed, or nothing in them has use for a draft model.
-    """
+    """The settings with a draft model that was given beside them."""
     if draft_model is None:
         return speculation
     if not isinstance(draft_model, str | PathLike) or not fspath(draft_model):

@@ -67,12 +67,12 @@ class DraftModel(Method):
 
     @property
     def identity(self) -> Hashable:
-        """What settings share that share one loaded model."""
+        """Returns what settings share that share one loaded model."""
         return (self.model, self.dtype, self.quantization, self.revision, self.trust_remote_code)
 
     @property
     def model_settings(self) -> dict[str, Any]:
-        """How the model is loaded, as the arguments of `LoadRunner`."""
+        """Returns how the model is loaded, as the arguments of `LoadRunner`."""
         return {name: getattr(self, name) for name in ("model", "dtype", "quantization", "revision", "trust_remote_code")}
 
     def build(self, context: ProposerContext) -> Proposer:
@@ -123,10 +123,7 @@ class DraftModelProposer(Proposer):
     """Greedy, drawn or coupled chains and trees from a draft model, batched over sequences.
 
     Args:
-        runner: The draft model with KV memory of its own.
         bridge: Between the target's tokens and the draft's.
-        max_num_batched_tokens: Rows a pass; more are caught up with over several steps, drafting nothing meanwhile.
-        min_confidence: See `DraftModel`.
         vocabulary: The tokens that are drafted; None for all.
     """
 
@@ -306,7 +303,7 @@ class DraftModelProposer(Proposer):
         return (ready, logits) if ready else None
 
     def _may_run_ahead(self, work: list[Work], drafting: list[PartialDraft]) -> bool:
-        """Whether the host would wait for each token of drafts of which nothing else depends on the tokens."""
+        """Tells whether the host would wait for each token of drafts of which nothing else depends on the tokens."""
         plain = host_waits(self.runner.loaded.device) and self.runner.takes_unknown_tokens and self._vocabulary is None
         plain = plain and type(self._bridge) is SameVocabulary and self._min_confidence == 0.0
         asked = [d.growth for d in drafting if d.growth.budget > 0]
@@ -359,7 +356,7 @@ UNKNOWN = -1
 
 
 def host_waits(device: torch.device) -> bool:
-    """Whether the host waits when it asks for the numbers of a tensor."""
+    """Tells whether the host waits when it asks for the numbers of a tensor."""
     return device.type != "cpu"
 
 
@@ -382,19 +379,12 @@ def _settle(levels: list[tuple[list[PartialDraft], Sequence[Tensor], Tensor]]) -
 
 @dataclass
 class OwnText:
-    """A text in the draft model's own tokens, and what the model keeps of it.
+    """A text in the draft model's own tokens, and what the model keeps of it."""
 
-    Attributes:
-        settled: Tokens that the committed ones settle.
-        loose: Tokens behind these: drafted by another proposer in this step, or still open to change.
-        state: What the model keeps of it.
-        room: Tokens that a draft behind it may have.
-    """
-
-    settled: Sequence[int]
-    loose: Sequence[int]
-    state: SequenceState
-    room: int
+    settled: Sequence[int]  # tokens that the committed ones settle
+    loose: Sequence[int]  # tokens behind these: drafted by another proposer in this step, or still open to change
+    state: SequenceState  # what the model keeps of it
+    room: int  # tokens that a draft behind it may have
 
     @property
     def length(self) -> int:
@@ -435,30 +425,19 @@ class OwnText:
 
 @dataclass(frozen=True)
 class TextReading:
-    """Rows of a text that the draft model computes without drafting.
+    """Rows of a text that the draft model computes without drafting."""
 
-    Attributes:
-        sequence: Whose.
-        text: The text.
-        segment: The rows.
-    """
-
-    sequence: ProposerSequence
-    text: OwnText
-    segment: Segment
+    sequence: ProposerSequence  # whose
+    text: OwnText  # the text
+    segment: Segment  # the rows
 
 
 @dataclass
 class PartialDraft:
-    """One draft in the making, and the text that it follows.
+    """One draft in the making, and the text that it follows."""
 
-    Attributes:
-        text: The text.
-        growth: The draft.
-    """
-
-    text: OwnText
-    growth: Growth
+    text: OwnText  # the text
+    growth: Growth  # the draft
 
 
 @dataclass
@@ -496,7 +475,7 @@ def check_vocabulary(draft: LoadedModel, target: Target) -> None:
 
 
 def _other_start(draft: LoadedModel, target: Target) -> str:
-    """What is wrong with a draft model whose texts begin in another way than the target's."""
+    """Returns what is wrong with a draft model whose texts begin in another way than the target's."""
     ours, theirs = draft.text_start, target.text_start
     if ours is None or theirs is None:
         return f"{target.name if ours is None else 'it'} has an encoder that reads prompts, and the other one has none"

@@ -29,7 +29,6 @@ def draft_vocabulary(size: int | None, loaded: LoadedModel, at_once: int | None)
 
     Args:
         size: How many of the first tokens; 0 for all. None chooses.
-        loaded: The draft model.
         at_once: How many tokens its backend computes together. None where it cannot leave some out.
     """
     if size is None:

@@ -37,13 +37,7 @@ Ngram = tuple[int, ...]
 
 
 class NgramPool:
-    """The latest n-grams that begin with each token; what was longest not added again is forgotten first.
-
-    Args:
-        size: Tokens of an n-gram.
-        per_token: N-grams kept for each first token.
-        max_tokens: First tokens kept.
-    """
+    """The latest n-grams that begin with each token; what was longest not added again is forgotten first."""
 
     def __init__(self, size: int, per_token: int, max_tokens: int) -> None:
         self.size, self.per_token, self.max_tokens = size, per_token, max_tokens
@@ -121,19 +115,12 @@ class Lookahead(Method):
 
 @dataclass
 class _Look:
-    """What is kept for one sequence.
+    """Holds what is kept for one sequence."""
 
-    Attributes:
-        pool: N-grams of its own text and window.
-        columns: The window: tokens of each column, level by level.
-        num_read: Tokens of the text whose n-grams are in the pool.
-        asked: Columns that the pass under way computes, left to right.
-    """
-
-    pool: NgramPool
-    columns: list[list[int]]
-    num_read: int = 0
-    asked: list[list[int]] = field(default_factory=list)
+    pool: NgramPool  # n-grams of its own text and window
+    columns: list[list[int]]  # the window: tokens of each column, level by level
+    num_read: int = 0  # tokens of the text whose n-grams are in the pool
+    asked: list[list[int]] = field(default_factory=list)  # columns that the pass under way computes, left to right
 
     def asked_tokens(self) -> list[int]:
         return [token for column in self.asked for token in column]
@@ -143,9 +130,7 @@ class LookaheadProposer(Proposer):
     """Trees of the latest n-grams that begin with the last token, and a window of scratch rows that writes new ones.
 
     Args:
-        window: Columns of the window.
         ngram: Tokens of an n-gram.
-        guesses: N-grams that are drafted at a time.
     """
 
     requires = Requirements(target_top_k=1)

@@ -47,7 +47,7 @@ class Ngram(Method):
 
 
 class _Index:
-    """Where each n-gram of one sequence last ended, kept up to date a token at a time."""
+    """Says where each n-gram of one sequence last ended, kept up to date a token at a time."""
 
     def __init__(self, lengths: range) -> None:
         self._lengths = lengths
@@ -73,12 +73,7 @@ class _Index:
 
 
 class NgramProposer(Proposer):
-    """Proposes the continuation of the latest earlier occurrence of the longest matching suffix.
-
-    Args:
-        max_match: Longest suffix looked up.
-        min_match: Shortest one.
-    """
+    """Proposes the continuation of the latest earlier occurrence of the longest matching suffix."""
 
     def __init__(self, max_match: int, min_match: int) -> None:
         self._lengths = range(min_match, max_match + 1)
@@ -109,7 +104,7 @@ class NgramProposer(Proposer):
 
 
 class Prediction(Method):
-    """What comes next in the text that the caller predicted; needs no model.
+    """Says what comes next in the text that the caller predicted; needs no model.
 
     Attributes:
         min_match: How many of the latest tokens must stand in the prediction, after the text left it, before drafts go on
@@ -129,10 +124,9 @@ class Prediction(Method):
 
 
 class _PredictionReader:
-    """How far a text has come in its prediction.
+    """Says how far a text has come in its prediction.
 
     Args:
-        prediction: Token ids.
         min_match: Tokens that must agree before it is resumed.
     """
 

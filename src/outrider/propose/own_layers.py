@@ -31,11 +31,7 @@ from outrider.propose.trees.growth import Growth, add_level, level_logits
 class SharedLayersProposer(Proposer):
     """Greedy, drawn or coupled chains and trees from some of the target's layers, in ascending order, batched over
     sequences. The first of the heads reads what these layers leave; without heads it is the target's own norm and head that
-    does.
-
-    Raises:
-        UnsupportedModelError: The target's layers cannot be chosen from.
-    """
+    does."""
 
     def __init__(
         self,

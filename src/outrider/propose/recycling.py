@@ -43,12 +43,7 @@ _TABLE_BYTES = 2048
 
 
 class Successors:
-    """The latest likely successors of each context; the one longest not refreshed goes first.
-
-    Args:
-        width: Successors of a context.
-        max_bytes: Memory it may take.
-    """
+    """The latest likely successors of each context; the one longest not refreshed goes first."""
 
     def __init__(self, width: int, max_bytes: int) -> None:
         self._most = max(1, max_bytes // (_ENTRY_BYTES + 8 * width))
@@ -90,10 +85,6 @@ class Successors:
 
 class SharedSuccessors:
     """Successors by namespace, within a limit of bytes; the namespace longest unused is dropped first.
-
-    Args:
-        width: Successors of a context.
-        max_bytes: Of all namespaces together.
 
     Attributes:
         num_bytes: Memory they take, as far as it was counted: see `count`.
@@ -167,10 +158,9 @@ class TokenRecycling(Method):
 
 
 class Chances:
-    """How often successors came true, by what is known of them beforehand.
+    """Says how often successors came true, by what is known of them beforehand.
 
     Args:
-        top_k: Successors of a context.
         longest: Tokens of the longest context.
     """
 
@@ -188,7 +178,7 @@ class Chances:
         return chances
 
     def learn(self, shares: npt.NDArray[np.float32], right: npt.NDArray[np.bool_], length: int, *, greedy: bool) -> None:
-        """What became of successors [k] with these shares: which of them was the next token, if any."""
+        """Notes what became of successors [k] with these shares: which of them was the next token, if any."""
         cells = (int(greedy), length, self._ranks, np.searchsorted(_EDGES, shares))
         self._seen[cells] += 1.0
         self._came[cells] += right
@@ -196,14 +186,10 @@ class Chances:
 
 @dataclass
 class _Tree:
-    """The tree in the making.
+    """The tree in the making."""
 
-    Attributes:
-        tokens, parents: So far.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # so far
+    parents: list[int] = field(default_factory=list)  # so far
 
     def add(self, token: int, parent: int) -> int:
         self.tokens.append(token)
@@ -217,19 +203,12 @@ class _Tree:
 
 @dataclass
 class _KnownSuccessors:
-    """What serves one request.
+    """Holds what serves one request."""
 
-    Attributes:
-        table: Successors of its namespace.
-        chances: What they are worth.
-        greedy: Whether it takes the likeliest token.
-        longest: Tokens of the longest context.
-    """
-
-    table: Successors
-    chances: Chances
-    greedy: bool
-    longest: int
+    table: Successors  # successors of its namespace
+    chances: Chances  # what they are worth
+    greedy: bool  # whether it takes the likeliest token
+    longest: int  # tokens of the longest context
 
     def find(self, tail: Context) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.float32]] | None:
         """Length, successors [k] and their shares [k] of the longest known context that ends with `tail`."""
@@ -251,9 +230,7 @@ class TokenRecyclingProposer(Proposer):
     """Trees of the target's own likely successors, best first.
 
     Args:
-        top_k: Successors kept for each context.
         longest: Tokens of the longest context.
-        max_bytes: Memory for these, all namespaces together.
     """
 
     def __init__(self, top_k: int, longest: int, max_bytes: int) -> None:

@@ -43,32 +43,20 @@ class LoadRunner(Protocol):
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> ModelRunner:
-        """Load a folder or hub id; `dtype` None takes the target's, and `quantization` None that of drafts.
-
-        Raises:
-            ModelError: It cannot be used.
-            InvalidParameterError: No such folder.
-        """
+        """Load a folder or hub id; `dtype` None takes the target's, and `quantization` None that of drafts."""
         ...
 
 
 @dataclass(frozen=True)
 class ProposerContext:
-    """What a method may use to build its proposer.
+    """Holds what a method may use to build its proposer."""
 
-    Attributes:
-        target: Whose tokens are guessed: the target, or inside a stage the draft model.
-        max_num_batched_tokens: Rows that a pass may hold.
-        load_runner: Loads another model.
-        loaded: Models that proposers have loaded and may share, by their settings, as long as one of them is alive.
-        outermost: The target of all stages; None outside of stages.
-    """
-
-    target: Target
-    max_num_batched_tokens: int
-    load_runner: LoadRunner
+    target: Target  # whose tokens are guessed: the target, or inside a stage the draft model
+    max_num_batched_tokens: int  # rows that a pass may hold
+    load_runner: LoadRunner  # loads another model
+    # Models that proposers have loaded and may share, by their settings, as long as one of them is alive.
     loaded: WeakValueDictionary[Hashable, ModelRunner] = field(default_factory=WeakValueDictionary, compare=False)
-    outermost: Target | None = None
+    outermost: Target | None = None  # the target of all stages; None outside of stages
 
     @property
     def vocab_size(self) -> int:
@@ -76,17 +64,11 @@ class ProposerContext:
         return (self.outermost or self.target).vocab_size
 
     def inside(self, runner: ModelRunner) -> ProposerContext:
-        """The same for who drafts for a draft model."""
+        """Returns the same for who drafts for a draft model."""
         return replace(self, target=Target(runner), outermost=self.outermost or self.target)
 
     def build(self, method: Method) -> Proposer:
-        """The proposer of a method, for a nested method to build its members; it belongs to the one that asks.
-
-        Raises:
-            InputError: A setting is missing or does not fit the target.
-            ModelError: Its model cannot be loaded or speaks other tokens.
-            ProposerError: It cannot be built.
-        """
+        """The proposer of a method, for a nested method to build its members; it belongs to the one that asks."""
         try:
             proposer = method.build(self)
         except OutriderError:
@@ -132,7 +114,8 @@ class Method(Frozen):
 
     @property
     def candidates(self) -> tuple[SpeculationConfig, ...] | None:
-        """What the engine chooses from, for settings that leave it the choice; None where the method itself drafts."""
+        """Returns what the engine chooses from, for settings that leave it the choice; None where the method itself
+        drafts."""
         return None
 
     @property
@@ -141,19 +124,12 @@ class Method(Frozen):
         return {}
 
     def with_nested(self, nested: Mapping[str, SpeculationConfig]) -> Self:
-        """The same settings with others inside them.
-
-        Args:
-            nested: As many as there are, in their order.
-
-        Raises:
-            InputError: They do not fit together.
-        """
+        """Returns the same settings with others inside them."""
         return self
 
     @property
     def allows_tree(self) -> bool:
-        """Whether drafts of these settings can follow a fixed shape."""
+        """Tells whether drafts of these settings can follow a fixed shape."""
         return self.takes_tree
 
     def usual_length(self) -> int:
@@ -171,17 +147,12 @@ class Method(Frozen):
         return 0
 
     def build(self, context: ProposerContext) -> Proposer:
-        """The proposer with these settings.
-
-        Raises:
-            InputError: A setting is missing or does not fit the target.
-            ModelError: A model that it needs cannot be used.
-        """
+        """The proposer with these settings."""
         raise NotImplementedError
 
 
 def same_method(one: Method | None, other: Method | None) -> bool:
-    """Whether two settings mean the same proposer. Values that cannot be compared are different ones."""
+    """Tells whether two settings mean the same proposer. Values that cannot be compared are different ones."""
     if one is other:
         return True
     try:
@@ -251,7 +222,7 @@ def _as_widths(value: object) -> object:
 
 
 class SpeculationConfig(Frozen):
-    """How to speculate. Every setting gives the same output distribution.
+    """Says how to speculate. Every setting gives the same output distribution.
 
     Attributes:
         method: Who drafts: a method's settings, or its name for the defaults; None decodes plainly.
@@ -326,7 +297,7 @@ class SpeculationConfig(Frozen):
         return own | rest
 
     def as_mapping(self) -> dict[str, Any]:
-        """The same as one flat mapping of plain values; `of` reads it back. Defaults of the method are left out."""
+        """Returns the same as one flat mapping of plain values; `of` reads it back. Defaults of the method are left out."""
         own: dict[str, Any] = {"num_draft_tokens": self.num_draft_tokens, "tree": self.tree, "rule": self.rule}
         if not isinstance(self.tree, str):
             own["tree"] = list(self.tree)
@@ -378,17 +349,17 @@ class SpeculationConfig(Frozen):
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody drafts."""
+        """Tells whether anybody drafts."""
         return self.method is not None
 
     @property
     def engine_chooses(self) -> bool:
-        """Whether the engine chooses who drafts, step by step."""
+        """Tells whether the engine chooses who drafts, step by step."""
         return self.method is not None and self.method.candidates is not None
 
     @property
     def candidates(self) -> tuple[SpeculationConfig, ...]:
-        """What the engine chooses from; these settings alone where it has no choice."""
+        """Returns what the engine chooses from; these settings alone where it has no choice."""
         chosen = None if self.method is None else self.method.candidates
         return (self,) if chosen is None else chosen
 
@@ -455,11 +426,7 @@ _NO_METHOD = "Give a subclass of outrider.propose.settings.Method with a name of
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Make a method known by its name in this process; serves as a decorator.
-
-    Raises:
-        InvalidParameterError: It is no method, or has a name that nobody could ask for.
-    """
+    """Make a method known by its name in this process; serves as a decorator."""
     if not _is_method(method):
         raise InvalidParameterError("method", method, "it is no method", _NO_METHOD)
     if method.name in ("none", "off"):
@@ -476,12 +443,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> type[Method]:
-    """The settings class of a method.
-
-    Raises:
-        InvalidParameterError: No such method; the error names the nearest ones.
-        ProposerError: A package that brings it cannot be imported, or brings something else.
-    """
+    """The settings class of a method."""
     if name in _registered:
         return _registered[name]
     if name in _BUILT_IN:
@@ -500,9 +462,6 @@ def load(address: str) -> type[Method]:
     """Import a method that is given as "module:Class" and make it known by its name; runs that module's code.
 
     Modules of the current folder are found too, as they are where Python runs a file of that folder.
-
-    Raises:
-        InvalidParameterError: No such module or class, or no method.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -518,7 +477,7 @@ def load(address: str) -> type[Method]:
 
 
 def _is_method(found: Any) -> bool:
-    """Whether it is a settings class that can be asked for: the base class has no name."""
+    """Tells whether it is a settings class that can be asked for: the base class has no name."""
     return isinstance(found, type) and issubclass(found, Method) and isinstance(getattr(found, "name", None), str)
 
 

@@ -126,7 +126,7 @@ _LEAST_CHANCE = 0.1
 
 
 class Suffix(Method):
-    """What followed the longest matching suffix, most often first; needs no model.
+    """Says what followed the longest matching suffix, most often first; needs no model.
 
     Attributes:
         min_match: Shortest match that it drafts from.
@@ -156,23 +156,17 @@ class Suffix(Method):
 
 @dataclass
 class _Guess:
-    """What one context says comes next.
+    """Holds what one context says comes next."""
 
-    Attributes:
-        law: How its tokens were chosen.
-        tokens, parents: The tree.
-        expected: Tokens of it that are expected to stand.
-    """
-
-    law: Law
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    expected: float = 0.0
+    law: Law  # how its tokens were chosen
+    tokens: list[int] = field(default_factory=list)  # the tree
+    parents: list[int] = field(default_factory=list)  # the tree
+    expected: float = 0.0  # tokens of it that are expected to stand
 
 
 @dataclass
 class _AutomatonReader:
-    """How far a sequence has been followed in an automaton of earlier texts."""
+    """Says how far a sequence has been followed in an automaton of earlier texts."""
 
     automaton: SuffixAutomaton
     state: int = ROOT
@@ -182,7 +176,7 @@ class _AutomatonReader:
 
 @dataclass
 class _Lookup:
-    """What is kept for one sequence."""
+    """Holds what is kept for one sequence."""
 
     own: SuffixAutomaton
     num_read: int = 0
@@ -190,11 +184,8 @@ class _Lookup:
 
 
 class SharedTexts:
-    """Finished texts by namespace, within a limit of bytes; what was longest unused is dropped first, a volume at a time.
-
-    Args:
-        max_bytes: Of all namespaces together.
-    """
+    """Finished texts by namespace, within a limit of bytes; what was longest unused is dropped first, a volume at a
+    time."""
 
     #: A volume is closed at this share of the limit, so that forgetting never takes everything.
     _SHARE = 4
@@ -240,9 +231,7 @@ class SuffixProposer(Proposer):
     """Chains or trees of what followed the longest matching suffix, most often first.
 
     Args:
-        min_match: Shortest suffix that counts as a match.
         factor: Most draft tokens for each token of the match.
-        branches: Whether to draft branches where texts went on in several ways.
         shared: Earlier texts to look in beside the sequence's own; None for none.
     """
 
@@ -350,7 +339,7 @@ def _tree(automaton: SuffixAutomaton, state: int, size: int, depth: int, law: La
 
 
 def _chain(automaton: SuffixAutomaton, state: int, depth: int, law: Law) -> _Guess:
-    """What followed most often, token by token."""
+    """Returns what followed most often, token by token."""
     guess, chance = _Guess(law), 1.0
     while len(guess.tokens) < depth:
         ways = _followers(automaton, state, chance)

@@ -29,23 +29,14 @@ RANKS = 4
 
 @dataclass
 class Node:
-    """A node of a growing draft.
+    """A node of a growing draft."""
 
-    Attributes:
-        token_id: Its token.
-        parent: Index of its parent, -1 for the root.
-        depth: Tokens from the root to it.
-        rank: How many elder siblings it has.
-        place: Which node of a template it is, -1 where there is none.
-        chance: How likely the target's text reaches it, as far as its builder has an opinion.
-    """
-
-    token_id: int
-    parent: int
-    depth: int
-    rank: int
-    place: int
-    chance: float = 1.0
+    token_id: int  # its token
+    parent: int  # index of its parent, -1 for the root
+    depth: int  # tokens from the root to it
+    rank: int  # how many elder siblings it has
+    place: int  # which node of a template it is, -1 where there is none
+    chance: float = 1.0  # how likely the target's text reaches it, as far as its builder has an opinion
 
 
 _ROOT = Node(-1, -1, 0, 0, -1)
@@ -53,15 +44,10 @@ _ROOT = Node(-1, -1, 0, 0, -1)
 
 @dataclass(frozen=True)
 class NodeLaw:
-    """What the children of a node are chosen from.
+    """Holds what the children of a node are chosen from."""
 
-    Attributes:
-        row: [vocab_size] probabilities where they are drawn, else logits.
-        drawn: Whether they are drawn.
-    """
-
-    row: Tensor
-    drawn: bool
+    row: Tensor  # [vocab_size] probabilities where they are drawn, else logits
+    drawn: bool  # whether they are drawn
 
     @cached_property
     def probs(self) -> Tensor:
@@ -76,29 +62,18 @@ class NodeLaw:
 
 @dataclass
 class GrowingTree:
-    """A tree of draft tokens in the making, as tree builders see it.
+    """A tree of draft tokens in the making, as tree builders see it."""
 
-    Attributes:
-        budget: Most nodes.
-        max_depth: Longest path.
-        mode: What the acceptance of a row depends on beside its probabilities.
-        min_confidence: Nothing is drafted behind a token whose own probability is smaller.
-        nodes: So far.
-        laws: By node, -1 for the root: what its children are chosen from, where that is known.
-        level: Nodes whose logits are wanted next, in ascending order; -1 is the root.
-        open: Nodes that were added last, and may be wanted next.
-        template: Where the shape is fixed: the children of the root and then of each node.
-    """
-
-    budget: int
-    max_depth: int
-    mode: Mode
-    min_confidence: float = 0.0
-    nodes: list[Node] = field(default_factory=list)
+    budget: int  # most nodes
+    max_depth: int  # longest path
+    mode: Mode  # what the acceptance of a row depends on beside its probabilities
+    min_confidence: float = 0.0  # nothing is drafted behind a token whose own probability is smaller
+    nodes: list[Node] = field(default_factory=list)  # so far
+    # By node, -1 for the root: what its children are chosen from, where that is known.
     laws: dict[int, NodeLaw] = field(default_factory=dict)
-    level: list[int] = field(default_factory=list)
-    open: list[int] = field(default_factory=list)
-    template: tuple[tuple[int, ...], ...] = ()
+    level: list[int] = field(default_factory=list)  # nodes whose logits are wanted next, in ascending order; -1 is the root
+    open: list[int] = field(default_factory=list)  # nodes that were added last, and may be wanted next
+    template: tuple[tuple[int, ...], ...] = ()  # where the shape is fixed: the children of the root and then of each node
 
     @property
     def depth(self) -> int:
@@ -107,7 +82,7 @@ class GrowingTree:
 
     @property
     def growing(self) -> bool:
-        """Whether the logits of further nodes are wanted."""
+        """Tells whether the logits of further nodes are wanted."""
         return bool(self.level)
 
     def node(self, index: int) -> Node:
@@ -131,13 +106,14 @@ class GrowingTree:
         return tuple(reversed(tokens))
 
     def confidence(self, index: int) -> Confidence:
-        """How sure the proposer was at the place of a node, and of its token."""
+        """Returns how sure the proposer was at the place of a node, and of its token."""
         node = self.nodes[index]
         law = self.laws[node.parent]
         return Confidence(law.likeliest[0], float(law.probs[node.token_id]))
 
     def may_go_on(self, node: int) -> bool:
-        """Whether a draft may go on behind a token; a token of low confidence is kept, and is the last of its path."""
+        """Tells whether a draft may go on behind a token; a token of low confidence is kept, and is the last of its
+        path."""
         if self.nodes[node].depth >= self.max_depth:
             return False
         return self.min_confidence <= 0.0 or self.confidence(node).token >= self.min_confidence
@@ -159,23 +135,19 @@ class TreeBuilder(ABC):
 
     @abstractmethod
     def branches(self, growth: GrowingTree) -> bool:
-        """Whether the draft may become a tree; otherwise it is a chain."""
+        """Tells whether the draft may become a tree; otherwise it is a chain."""
 
     @abstractmethod
     def children(self, growth: GrowingTree, company: int) -> dict[int, int]:
-        """How many children nodes are to have now, the ones that they have included; for nodes whose law is known.
-
-        Args:
-            growth: The draft.
-            company: Number of drafts that grow in the same passes, this one included.
-        """
+        """Returns how many children nodes are to have now, the ones that they have included; for nodes whose law is
+        known."""
 
     @abstractmethod
     def expanded(self, growth: GrowingTree, company: int) -> list[int]:
         """Which of the nodes without a law are to get one, in ascending order; empty where the draft grows no deeper."""
 
     def last_children(self, growth: GrowingTree, company: int) -> dict[int, int]:
-        """As `children`, for rows that are added once no further law will be known."""
+        """Chooses children as `children` does, for rows that are added once no further law will be known."""
         return {}
 
     def appraise(self, growth: GrowingTree, node: int) -> None:
@@ -186,8 +158,6 @@ class TreeBuilder(ABC):
         """See what stands of a draft that this builder shaped.
 
         Args:
-            draft: The draft.
-            accepted: Its nodes that stand.
             mode: How its tokens were chosen.
         """
         return
@@ -214,11 +184,7 @@ class TemplateTree(TreeBuilder):
 
 
 class StaticTree(TemplateTree):
-    """A tree of one shape.
-
-    Args:
-        parents: The parent of each node, level by level; -1 is the root.
-    """
+    """A tree of one shape."""
 
     def __init__(self, parents: Sequence[int]) -> None:
         self.shape = tuple(parents)
@@ -320,8 +286,6 @@ class AcceptanceRates:
         """The chance of a row without a token yet.
 
         Args:
-            mode: How its token will be chosen.
-            rank: Number of its elder siblings.
             depth: Tokens from the root to it, itself included.
             confidence: The largest probability of what it is drawn from. Where the likeliest tokens are taken, the
                 probability of its token among those that its elder siblings have left.
@@ -405,7 +369,7 @@ def tried(draft: Draft, accepted: Collection[int]) -> Iterator[tuple[int, int, f
 
 
 def _first_guess(mode: Mode, rank: int, confidence: float) -> float:
-    """What holds before anything is known, from the embedded pair of models."""
+    """Returns what holds before anything is known, from the embedded pair of models."""
     law, target_is_greedy = mode
     if law is Law.DETERMINISTIC and not target_is_greedy:
         return 0.05 + 0.8 * confidence

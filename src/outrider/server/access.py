@@ -33,12 +33,7 @@ _USUAL_PORTS = {"http": ":80", "https": ":443"}
 
 
 class AccessGuard:
-    """An application of ASGI that is reached only by requests that may come from where they say they do.
-
-    Args:
-        app: The application.
-        settings: Which hosts and origins may be named.
-    """
+    """An application of ASGI that is reached only by requests that may come from where they say they do."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._settings = app, settings
@@ -63,16 +58,7 @@ def _refusal(request: Request, error: ApiError) -> Response:
 
 
 def allowed_hosts(listened: str, named: Iterable[str], *, has_keys: bool) -> tuple[str, ...] | None:
-    """The hosts that requests may name; None for any.
-
-    Args:
-        listened: The address that the server listens at.
-        named: Further ones, as the caller has written them.
-        has_keys: Whether requests need an API key. A page from elsewhere has none, so hosts are then checked on demand.
-
-    Raises:
-        InvalidParameterError: One is no name and no address.
-    """
+    """The hosts that requests may name; None for any."""
     names = [_checked_host(name) for name in named]
     if ANY in names or (has_keys and not names):
         return None
@@ -80,11 +66,7 @@ def allowed_hosts(listened: str, named: Iterable[str], *, has_keys: bool) -> tup
 
 
 def allowed_origins(named: Iterable[str]) -> tuple[str, ...]:
-    """The origins whose pages may ask, as the caller has written them.
-
-    Raises:
-        InvalidParameterError: One is no origin.
-    """
+    """The origins whose pages may ask, as the caller has written them."""
     found = [name.strip().lower().rstrip("/") for name in named]
     for name in found:
         if name != ANY and not _ORIGIN.fullmatch(name):
@@ -94,11 +76,7 @@ def allowed_origins(named: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_access(headers: Headers, settings: ServerSettings) -> None:
-    """See that a request may come from where it says it does.
-
-    Raises:
-        ApiError: Its Host is not a name of this server, or its Origin is another place.
-    """
+    """See that a request may come from where it says it does."""
     host, origin = headers.get("host"), headers.get("origin")
     if host is not None and not _is_allowed(host, settings.hosts):
         remedy = f"Start it with --allowed-host {_name(host) or 'NAME'} if it is one, or with API keys"
@@ -149,7 +127,7 @@ def _listens_everywhere(hosts: tuple[str, ...]) -> bool:
 
 
 def _is_local(address: IPv4Address | IPv6Address) -> bool:
-    """Whether it is an address of this machine: others cannot be bound. Addresses come and go, so no list is kept."""
+    """Tells whether it is an address of this machine: others cannot be bound. Addresses come and go, so no list is kept."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -160,7 +138,7 @@ def _is_local(address: IPv4Address | IPv6Address) -> bool:
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Whether a page comes from this server. A proxy may speak https in its place, so the scheme does not count."""
+    """Tells whether a page comes from this server. A proxy may speak https in its place, so the scheme does not count."""
     scheme, _, place = origin.lower().partition("://")
     usual = _USUAL_PORTS.get(scheme, "")
     return bool(place) and place.removesuffix(usual) == host.lower().removesuffix(usual)

@@ -27,8 +27,6 @@ class Answer(ABC):
     """The answer to one request. Choices are numbered prompt by prompt, the samples of a prompt in a row.
 
     Args:
-        job: What is written.
-        model: What the client calls the model.
         tokenizer: The model's; None where it has none.
     """
 
@@ -111,7 +109,7 @@ class Answer(ABC):
         return usage(self.job.num_prompt_tokens, self.outputs.values(), predicted=predicted)
 
     def speculation(self) -> dict[str, Any]:
-        """What speculation did for this answer."""
+        """Returns what speculation did for this answer."""
         return speculation(self.job.speculation, self.outputs.values())
 
     def number(self, place: int, index: int) -> int:
@@ -132,14 +130,14 @@ class Answer(ABC):
         return {**body, "choices": choices, **so_far, **more}
 
     def _usage_so_far(self) -> dict[str, int] | None:
-        """What is told before the end; None where only the end is asked for."""
+        """Returns what is told before the end; None where only the end is asked for."""
         if not self.job.asked.includes_usage_so_far:
             return None
         num_prompt, num_told = self.job.num_prompt_tokens, self.num_told
         return {"prompt_tokens": num_prompt, "completion_tokens": num_told, "total_tokens": num_prompt + num_told}
 
     def _extras(self, place: int, output: CompletionOutput) -> dict[str, Any]:
-        """What the request asked to be told beside the text."""
+        """Returns what the request asked to be told beside the text."""
         found: dict[str, Any] = {}
         if self.job.asked.return_token_ids:
             found["prompt_token_ids"] = list(self.job.prompts[place].token_ids)
@@ -209,8 +207,6 @@ class ChatAnswer(Answer):
     """The answer of /v1/chat/completions.
 
     Args:
-        job: What is written.
-        model: What the client calls the model.
         tokenizer: The model's; None where it has none.
     """
 
@@ -269,7 +265,7 @@ class ChatAnswer(Answer):
 
 
 def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, Any]:
-    """How a text ended; nothing where it goes on."""
+    """Returns how a text ended; nothing where it goes on."""
     if output is None:
         return {"finish_reason": None, "stop_reason": None}
     reason = {"cancelled": "abort"}.get(output.finish_reason, output.finish_reason)
@@ -277,7 +273,8 @@ def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, 
 
 
 def _trace(tokens: Sequence[int], origins: Sequence[TokenOrigin], output: CompletionOutput | None) -> dict[str, Any]:
-    """Where tokens came from; at the end of a text also what happened in each round, and what each of its tokens added."""
+    """Returns where tokens came from; at the end of a text also what happened in each round, and what each of its tokens
+    added."""
     found: dict[str, Any] = {"token_ids": list(tokens), "origins": [str(origin) for origin in origins]}
     if output is not None:
         found["rounds"] = [asdict(each) for each in output.rounds or ()]
@@ -296,7 +293,6 @@ class CompletionLogprobs:
     """The parallel lists of /v1/completions, whose offsets go on from piece to piece of a stream.
 
     Args:
-        count: How many of the likeliest tokens are told at each position.
         tokenizer: The model's; None where it has none.
     """
 
@@ -346,7 +342,6 @@ def chat_logprobs(positions: Iterable[PositionLogprobs], count: int, tokenizer: 
 
     Args:
         positions: Of the tokens.
-        count: How many of the likeliest tokens are told at each.
         tokenizer: The model's, which knows the bytes of tokens; None where it has none.
     """
     content = []
@@ -386,13 +381,7 @@ def _number(logprob: float) -> float:
 
 
 def usage(num_prompt_tokens: int, outputs: Iterable[CompletionOutput], *, predicted: bool) -> dict[str, Any]:
-    """OpenAI's usage object. Drafts count in it only where the caller predicted the text.
-
-    Args:
-        num_prompt_tokens: Prompt tokens, all prompts together.
-        outputs: All samples.
-        predicted: Whether the request brought a prediction.
-    """
+    """OpenAI's usage object. Drafts count in it only where the caller predicted the text."""
     found = tuple(outputs)
     num_tokens, stats = sum(len(output.token_ids) for output in found), total(found)
     answer: dict[str, Any] = {
@@ -412,7 +401,7 @@ def usage(num_prompt_tokens: int, outputs: Iterable[CompletionOutput], *, predic
 
 
 def speculation(config: SpeculationConfig, outputs: Iterable[CompletionOutput]) -> dict[str, Any]:
-    """What was drafted for a response and what stood: by position of a draft, by method, and inside stages."""
+    """Returns what was drafted for a response and what stood: by position of a draft, by method, and inside stages."""
     stats = total(outputs)
     return {
         "method": config.name,

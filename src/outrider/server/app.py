@@ -49,11 +49,7 @@ Handler = Callable[[Service, Call], Awaitable[Response]]
 
 
 def make_app(service: Service) -> Starlette:
-    """The application.
-
-    Args:
-        service: The engine behind it. It is closed when the application is shut down.
-    """
+    """The application."""
     created = int(time.time())
 
     async def models(service: Service, call: Call) -> Response:
@@ -196,7 +192,7 @@ _ELSEWHERE = {
 
 
 def _route_elsewhere(path: str) -> str:
-    """Whose API a path belongs to, and what this server has instead; empty where that is not known."""
+    """Says whose API a path belongs to, and what this server has instead; empty where that is not known."""
     known = next((route for route in _ELSEWHERE if path == route or path.startswith(f"{route}/")), None)
     if known is None:
         return ""
@@ -354,14 +350,8 @@ async def _read(service: Service, call: Call, shaped: Answer, streams: list[Asyn
 
 
 class _Events(StreamingResponse):
-    """Events, with what is held until the last of them has gone, or the client has: a place in the queue, and the streams.
-
-    Args:
-        content: The events.
-        held: Closed at the end, whatever it is, and if no event was ever asked for.
-        call: Whose answer this is.
-        headers: Further headers.
-    """
+    """Events, with what is held until the last of them has gone, or the client has: a place in the queue, and the
+    streams."""
 
     def __init__(
         self, content: AsyncGenerator[bytes, None], held: AsyncExitStack, call: Call, headers: dict[str, str]

@@ -28,11 +28,7 @@ Compile = Callable[[StructuredOutputs], object]
 
 
 def conversation(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as they are read everywhere (`outrider.conversations`).
-
-    Raises:
-        InvalidPromptError: There is no message.
-    """
+    """Messages as they are read everywhere (`outrider.conversations`)."""
     if not messages:
         remedy = 'Use a list of messages like {"role": "user", "content": "..."}.'
         raise InvalidPromptError("messages", messages, "there is no message", remedy)
@@ -48,11 +44,7 @@ def ignored_fields(asked: CommonRequest, prompts: PromptEncoder) -> tuple[str, .
 
 
 def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:
-    """The token ids of a chat request, with the turn handed to the model.
-
-    Raises:
-        InputError: The model has no chat template, or its template refuses the messages.
-    """
+    """The token ids of a chat request, with the turn handed to the model."""
     tools = [tool.model_dump(exclude_none=True) for tool in asked.tools or ()] if wanted_tools(asked) else None
     settings = asked.chat_template_kwargs or {}
     taken = signature(_template_of(prompts).apply_chat_template).parameters.keys()
@@ -67,26 +59,17 @@ def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:
 
 
 def wanted_tools(asked: ChatRequest) -> bool:
-    """Whether the model is to know of the tools.
-
-    Raises:
-        ContradictionError: There are no tools to choose from.
-    """
+    """Tells whether the model is to know of the tools."""
     if asked.tool_choice is not None and not asked.tools and asked.tool_choice != "none":
         raise ContradictionError("tool_choice", asked.tool_choice, "there are no tools", "Give tools, or leave it out.")
     return bool(asked.tools) and asked.tool_choice != "none"
 
 
 def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None = None) -> ToolUse | None:
-    """How calls of tools are heard in the answer, and thoughts; None where there are neither.
+    """Returns how calls of tools are heard in the answer, and thoughts; None where there are neither.
 
     Args:
-        asked: The request.
-        prompts: Has the tokenizer.
         parser: The form in which the model writes calls; None for what the chat template teaches.
-
-    Raises:
-        InputError: The model knows no tools, or their form is not known.
     """
     tokenizer = _template_of(prompts)
     if not wanted_tools(asked):
@@ -112,16 +95,12 @@ def _check_names(form: ToolForm, template: str, tools: Sequence[Tool]) -> None:
 
 
 def forces_calls(asked: ChatRequest) -> bool:
-    """Whether the answer has to be nothing but calls."""
+    """Tells whether the answer has to be nothing but calls."""
     return wanted_tools(asked) and asked.tool_choice not in (None, "auto")
 
 
 def forced_calls(asked: ChatRequest, tools: ToolUse | None) -> str | None:
-    """The grammar of the calls that the answer has to be; None where the model decides whether it calls a tool.
-
-    Raises:
-        InputError: The choice of a tool is none of those there are, or calls in this form cannot be required.
-    """
+    """The grammar of the calls that the answer has to be; None where the model decides whether it calls a tool."""
     if tools is None or not tools.only_calls:
         return None
     several = asked.tool_choice == "required" and tools.max_calls is None
@@ -130,13 +109,8 @@ def forced_calls(asked: ChatRequest, tools: ToolUse | None) -> str | None:
 
 
 def blamed_tool(asked: ChatRequest, error: InputError, compile_structure: Compile) -> InputError:
-    """What a request is told where the grammar of its calls is refused: which tool it is about, in the request's own words.
-
-    Args:
-        asked: A request that forces calls.
-        error: Why their grammar was refused.
-        compile_structure: Raises where a structure by itself is refused, as the engine does.
-    """
+    """Returns what a request is told where the grammar of its calls is refused: which tool it is about, in the request's
+    own words."""
     choices = _choices(asked)
     for name, (place, schema) in choices.items():
         try:

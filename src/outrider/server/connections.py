@@ -41,14 +41,10 @@ def raise_file_limit() -> int:
 
 
 def room_for_connections(files: int, asked: int | None) -> int:
-    """How many connections there may be at a time.
+    """Returns how many connections there may be at a time.
 
     Args:
-        files: Files that the process may open.
         asked: What the caller wants; None for as many as there is room for.
-
-    Raises:
-        InvalidParameterError: There is no room for so many.
     """
     room = max(files - RESERVED_FILES, files // 2)
     if asked is not None and not 1 <= asked <= room:
@@ -59,16 +55,11 @@ def room_for_connections(files: int, asked: int | None) -> int:
 
 @dataclass(eq=False)
 class Place:
-    """A connection.
+    """A connection."""
 
-    Attributes:
-        connection: Its socket.
-        since: When it was accepted, or was last answered.
-        stage: What is still to come of its request; None before it is known to the protocol, as within a TLS handshake.
-    """
-
-    connection: socket.socket
-    since: float
+    connection: socket.socket  # its socket
+    since: float  # when it was accepted, or was last answered
+    # What is still to come of its request; None before it is known to the protocol, as within a TLS handshake.
     stage: Callable[[], int] | None = None
 
     @property

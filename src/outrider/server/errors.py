@@ -44,15 +44,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
-
-    Args:
-        status: Of HTTP.
-        message: What happened, for the caller.
-        param: The field of the request that it is about.
-        code: A word that programs can compare.
-        headers: To send along.
-    """
+    """An answer that is an error."""
 
     def __init__(
         self,
@@ -76,13 +68,7 @@ class ApiError(Exception):
 
 
 def api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
-    """The answer to an error that was raised while a request was served.
-
-    Args:
-        error: What was raised. Errors of Outrider tell the caller what is wrong. Others are faults of the server, and of
-            them the caller is told only that they happened.
-        names: What the request calls a field that has another name inside.
-    """
+    """The answer to an error that was raised while a request was served."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):

@@ -33,13 +33,7 @@ BEGAN = "outrider.began"
 
 
 class Call:
-    """What is known of a request while it is served.
-
-    Args:
-        request: The request.
-        path: Its route.
-        metrics: Where it is counted.
-    """
+    """Holds what is known of a request while it is served."""
 
     def __init__(self, request: Request, path: str, metrics: ServerMetrics) -> None:
         self.id = request_id(request)
@@ -64,11 +58,7 @@ class Call:
         return None if seconds is None else self._began + seconds
 
     def identify(self, keys: ApiKeys) -> None:
-        """Find out whose it is.
-
-        Raises:
-            ApiError: There are keys, and it brings none of them.
-        """
+        """Find out whose it is."""
         if not keys:
             return
         key, headers = api_key(self.request), {"WWW-Authenticate": "Bearer"}
@@ -80,11 +70,7 @@ class Call:
             raise ApiError(401, "there is no such API key", code="invalid_api_key", headers=headers)
 
     async def body(self, settings: ServerSettings) -> bytes:
-        """What it holds, which is to be JSON.
-
-        Raises:
-            ApiError: It is too large, is not said to be JSON, or does not come in time.
-        """
+        """Returns what it holds, which is to be JSON."""
         check_content_type(self.request)
         clock, seconds, end = asyncio.get_running_loop().time, settings.body_seconds, self.end(settings.request_seconds)
         try:
@@ -129,7 +115,7 @@ class Call:
 
 
 def request_id(request: Request) -> str:
-    """What to call a request: as it says itself, where that is a name, or by chance."""
+    """Returns what to call a request: as it says itself, where that is a name, or by chance."""
     given = request.headers.get("x-request-id", "")
     return given if _ID.fullmatch(given) else secrets.token_hex(12)
 
@@ -141,11 +127,8 @@ def api_key(request: Request) -> str:
 
 
 def check_content_type(request: Request) -> None:
-    """See that a request says of its body that it is JSON. Browsers then ask before they send it for a page from elsewhere.
-
-    Raises:
-        ApiError: It says something else, or nothing.
-    """
+    """See that a request says of its body that it is JSON. Browsers then ask before they send it for a page from
+    elsewhere."""
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
@@ -155,11 +138,7 @@ def check_content_type(request: Request) -> None:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """What a request holds.
-
-    Raises:
-        ApiError: It is larger than `limit` bytes.
-    """
+    """Returns what a request holds."""
     said = f"the body is larger than {limit:,} bytes. The option --max-body-bytes of the server allows more"
     problem = ApiError(413, said, code="body_too_large")
     if int(request.headers.get("content-length", "0") or 0) > limit:
@@ -182,12 +161,7 @@ _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "ch
 
 
 class RequestSpan:
-    """The span of one request; nothing where its route writes no text, or where nobody records spans.
-
-    Args:
-        request: The headers `traceparent` and `tracestate` name the span that it belongs to.
-        path: Its route.
-    """
+    """The span of one request; nothing where its route writes no text, or where nobody records spans."""
 
     def __init__(self, request: Request, path: str) -> None:
         self._operation = _OPERATIONS.get(path)
@@ -196,11 +170,11 @@ class RequestSpan:
 
     @property
     def records(self) -> bool:
-        """Whether rounds are worth recording."""
+        """Tells whether rounds are worth recording."""
         return self._span is not None
 
     def asks(self, job: Job, model: str) -> None:
-        """What is asked of the engine, from now on."""
+        """Notes what is asked of the engine, from now on."""
         if self._span is None:
             return
         self._began = time_ns()

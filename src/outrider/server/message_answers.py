@@ -22,10 +22,7 @@ class MessageAnswer(ChatAnswer):
     """The answer of /v1/messages, made of the answer to the chat that says the same.
 
     Args:
-        job: What is written.
-        model: What the client calls the model.
         tokenizer: The model's; None where it has none.
-        request_id: Of the request, which errors in a stream name.
     """
 
     pause = event({"type": "ping"}, "ping")
@@ -127,7 +124,7 @@ def _sent(body: dict[str, Any]) -> bytes:
 
 
 def _signed(thoughts: str) -> str:
-    """What stands as the signature of thoughts: a digest. Clients want one, and nobody checks it."""
+    """Returns what stands as the signature of thoughts: a digest. Clients want one, and nobody checks it."""
     return blake2b(_bytes(thoughts), digest_size=16).hexdigest()
 
 
@@ -136,7 +133,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _end(choice: dict[str, Any] | None) -> dict[str, Any]:
-    """How a text ended; nothing where it goes on."""
+    """Returns how a text ended; nothing where it goes on."""
     if choice is None:
         return {"stop_reason": None, "stop_sequence": None}
     reason, matched = choice["finish_reason"], choice["stop_reason"]

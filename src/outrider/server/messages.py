@@ -198,15 +198,7 @@ def _check_kinds(blocks: object, allowed: Any, problem: str, field: str = "conte
 
 
 def as_chat(asked: CountRequest, template: str) -> ChatRequest:
-    """The request for a chat that says the same.
-
-    Args:
-        asked: A request of the Messages API.
-        template: The chat template of the model, which tells what of thoughts can be asked for.
-
-    Raises:
-        InputError: It asks for what chats do not have.
-    """
+    """The request for a chat that says the same."""
     if not asked.messages or asked.messages[-1].role == "assistant":
         problem = "the conversation ends with the model's own turn" if asked.messages else "there is no message"
         where = f"messages.{len(asked.messages) - 1}.role" if asked.messages else "messages"

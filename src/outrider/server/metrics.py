@@ -32,11 +32,7 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 
 
 class ServerMetrics:
-    """What is counted, request by request, and read from the engine when somebody looks.
-
-    Args:
-        model: The label `model_name` of vLLM's metrics.
-    """
+    """Holds what is counted, request by request, and read from the engine when somebody looks."""
 
     def __init__(self, model: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as in vLLM: the time at which a series began is of no use here
@@ -106,7 +102,6 @@ class ServerMetrics:
 
         Args:
             state: Of the engine; None where it does not answer.
-            meters: What each tenant uses.
         """
         self._engine.state = state
         self._tenants.meters = {tenant: meter for tenant, meter in meters.items() if tenant is not None}
@@ -121,42 +116,27 @@ class ServerMetrics:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What the engine tells between two steps.
+    """Holds what the engine tells between two steps."""
 
-    Attributes:
-        running, waiting: Sequences.
-        cache_usage: Share of the KV blocks that running sequences hold.
-        kept_states: Running states that the prefix cache keeps.
-        num_tokens, num_steps, num_rows: Output tokens, target passes, and their rows.
-        seconds: Time by phase of a step.
-        by_method: Counts of sequences that have ended.
-        num_faults: Requests that ended because something raised in a step.
-        pauses: How often the proposer of a method was switched off.
-        num_users: How many sequences the proposers of each method work for.
-        chosen: Where the engine chooses who drafts: rounds by method and number of draft tokens.
-        reasons: The same rounds by reason.
-        health: Of the engine.
-    """
-
-    running: int
-    waiting: int
-    cache_usage: float
-    kept_states: int
-    num_tokens: int
-    num_steps: int
-    num_rows: int
-    seconds: dict[str, float]
-    by_method: dict[str, RequestStats]
-    num_faults: int
-    pauses: dict[str, int]
-    num_users: dict[str, int]
-    chosen: dict[tuple[str, int], int]
-    reasons: dict[str, int]
-    health: Health
+    running: int  # sequences
+    waiting: int  # sequences
+    cache_usage: float  # share of the KV blocks that running sequences hold
+    kept_states: int  # running states that the prefix cache keeps
+    num_tokens: int  # output tokens, target passes, and their rows
+    num_steps: int  # output tokens, target passes, and their rows
+    num_rows: int  # output tokens, target passes, and their rows
+    seconds: dict[str, float]  # time by phase of a step
+    by_method: dict[str, RequestStats]  # counts of sequences that have ended
+    num_faults: int  # requests that ended because something raised in a step
+    pauses: dict[str, int]  # how often the proposer of a method was switched off
+    num_users: dict[str, int]  # how many sequences the proposers of each method work for
+    chosen: dict[tuple[str, int], int]  # where the engine chooses who drafts: rounds by method and number of draft tokens
+    reasons: dict[str, int]  # the same rounds by reason
+    health: Health  # of the engine
 
     @staticmethod
     def of(engine: Engine, health: Health) -> EngineState:
-        """Of an engine that rests."""
+        """Returns the state of an engine that rests."""
         stats, scheduler, blocks = engine.stats, engine.scheduler, engine.runner.blocks
         return EngineState(
             running=len(scheduler.running),
@@ -178,7 +158,7 @@ class EngineState:
 
 
 class _TenantCollector(Collector):
-    """What tenants use, as metrics; nothing where there are no API keys."""
+    """Holds what tenants use, as metrics; nothing where there are no API keys."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -256,7 +236,7 @@ class _EngineCollector(Collector):
         yield self._total("vllm:num_preemptions", "Texts that lost their memory for a while.", {(): preempted})
 
     def _speculation(self, by_method: dict[str, RequestStats]) -> Iterator[Metric]:
-        """Of sequences that have ended, by method. vLLM has the same metrics without that label."""
+        """Yields metrics of sequences that have ended, by method. vLLM has the same metrics without that label."""
         counts = {
             "vllm:spec_decode_num_drafts": ("num_drafts", "Drafts of texts that have ended, by `method`."),
             "vllm:spec_decode_num_draft_tokens": (
@@ -286,7 +266,7 @@ class _EngineCollector(Collector):
         yield self._lengths(by_method)
 
     def _by_part(self, by_method: dict[str, RequestStats]) -> Iterator[Metric]:
-        """Of members, and of the stages inside methods."""
+        """Yields metrics of members, and of the stages inside methods."""
         parts = {
             "outrider:member_draft_tokens": (
                 "member",
@@ -324,7 +304,7 @@ class _EngineCollector(Collector):
             yield self._total(name, text, found, "method", label)
 
     def _choices(self, state: EngineState) -> Iterator[Metric]:
-        """Of the engine, in rounds whose requests left it the choice."""
+        """Yields metrics of the engine's choices, in rounds whose requests left it the choice."""
         chosen: dict[Any, float] = {(method, str(length)): count for (method, length), count in state.chosen.items()}
         text = "Rounds in which the engine chose who drafts, by `method` (none is plain) and `num_draft_tokens`."
         yield self._total("outrider:choices", text, chosen, "method", "num_draft_tokens")

@@ -33,10 +33,6 @@ class Protocol(H11Protocol):
     its whole request may close its side of the connection and still read the answer. The system tells the same of a client
     that has gone. So such a client is sent something that means nothing, again and again; where nobody reads any more, the
     system of the client answers with a reset.
-
-    Args:
-        listener: What accepts connections.
-        settings: How long parts of a request may take.
     """
 
     def __init__(self, *args: Any, listener: Listener, settings: ServerSettings, **more: Any) -> None:
@@ -78,7 +74,7 @@ class Protocol(H11Protocol):
 
     @property
     def _is_served(self) -> bool:
-        """Whether the headers of a request are here, and its answer is not whole."""
+        """Tells whether the headers of a request are here, and its answer is not whole."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
@@ -146,11 +142,7 @@ class Protocol(H11Protocol):
         self.loop.call_later(later, self._probe, later)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that cannot be read, and close the connection.
-
-        Args:
-            msg: What uvicorn would say.
-        """
+        """Answer a request that cannot be read, and close the connection."""
         self._refuse(_protocol_refusal(sys.exception(), msg))
 
     def _refuse(self, found: ApiError) -> None:
@@ -170,7 +162,7 @@ class _Connection(h11.Connection):
     _sends_events = False
 
     def next_event(self) -> Any:
-        """What the client has sent next."""
+        """Returns what the client has sent next."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             try:
@@ -196,7 +188,7 @@ class _Connection(h11.Connection):
 
 
 def _protocol_refusal(error: BaseException | None, usual: str) -> ApiError:
-    """What is told of an error of h11, which is being handled where uvicorn refuses a request."""
+    """Returns what is told of an error of h11, which is being handled where uvicorn refuses a request."""
     if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431:
         return ApiError(431, "the headers of the request are too large", code="headers_too_large")
     return ApiError(400, f"the request is no HTTP that can be read ({error or usual})", code="invalid_http")

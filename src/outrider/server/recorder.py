@@ -55,34 +55,20 @@ _AT_ONCE, _SECONDS = 64, 5.0
 
 @dataclass(frozen=True)
 class KeptRecords:
-    """What is kept of a namespace.
+    """Holds what is kept of a namespace."""
 
-    Attributes:
-        namespace: Whose texts these are.
-        texts: How many.
-        tokens: Theirs, prompts included.
-        bytes: That they take on the disk.
-        budget_bytes: That they may take; 0 where nothing more is kept.
-    """
-
-    namespace: str
-    texts: int
-    tokens: int
-    bytes: int
-    budget_bytes: int
+    namespace: str  # whose texts these are
+    texts: int  # how many
+    tokens: int  # theirs, prompts included
+    bytes: int  # that they take on the disk
+    budget_bytes: int  # that they may take; 0 where nothing more is kept
 
 
 class Recorder:
     """Keeps texts of namespaces, each in a folder of its own.
 
     Args:
-        folder: Of all of them.
         budgets: Of the namespaces of the keys, in bytes; 0 keeps nothing more.
-        origin: Where the texts come from.
-        metrics: Where they are counted.
-
-    Raises:
-        ContradictionError, InvalidParameterError, StorageError: As NamespaceRecords does.
     """
 
     def __init__(self, folder: RecordFolder, budgets: Mapping[str, int], origin: Origin, metrics: ServerMetrics) -> None:
@@ -94,12 +80,7 @@ class Recorder:
         self._thread = ThreadPoolExecutor(1, "outrider-records")
 
     def keep(self, job: Job, outputs: Mapping[int, CompletionOutput]) -> None:
-        """Keep what was written for a request, if its namespace and the request allow it. It never waits.
-
-        Args:
-            job: The request.
-            outputs: By number of the choice.
-        """
+        """Keep what was written for a request, if its namespace and the request allow it. It never waits."""
         name = job.namespace
         if name is None or not self._budgets.get(name) or job.is_silent or job.asked.store is False:
             return
@@ -110,19 +91,11 @@ class Recorder:
             self._timers[name] = asyncio.get_running_loop().call_later(_SECONDS, self._flush_later, name)
 
     async def tell(self, namespace: str) -> KeptRecords:
-        """What is kept of a namespace, what waits to be written included.
-
-        Raises:
-            StorageError: It cannot be written.
-        """
+        """Returns what is kept of a namespace, what waits to be written included."""
         return await self._call(lambda: self._told(namespace))
 
     async def delete(self, namespace: str) -> int:
-        """Delete all that is kept of a namespace; returns how many texts that were.
-
-        Raises:
-            StorageError: The folder takes no file.
-        """
+        """Delete all that is kept of a namespace; returns how many texts that were."""
         return await self._call(lambda: self._delete(namespace))
 
     async def close(self) -> None:
@@ -192,7 +165,8 @@ class Recorder:
 
 
 def _group(job: Job, tokens: Sequence[int]) -> Sequence[int]:
-    """What stands on one side of the split: the prompt, or the conversation that begins with the same turn of the user."""
+    """Returns what stands on one side of the split: the prompt, or the conversation that begins with the same turn of the
+    user."""
     messages = job.asked.messages if isinstance(job.asked, ChatRequest) else []
     first = next((place for place, message in enumerate(messages) if message.role == "user"), None)
     if first is None:
@@ -211,15 +185,7 @@ _LONGEST = 200
 
 
 class RecordFolder:
-    """A folder that belongs to this process until it is closed.
-
-    Args:
-        path: The folder, which is made if need be.
-
-    Raises:
-        InvalidParameterError: Another server writes to it, or others may read it and that is not ours to change.
-        StorageError: It cannot be made or written.
-    """
+    """A folder that belongs to this process until it is closed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -251,11 +217,7 @@ class RecordFolder:
 
     def of(self, namespace: str) -> Path:
         """The folder of a namespace. Names that differ have folders that differ, also where a system holds capital letters
-        and small ones for the same.
-
-        Raises:
-            InvalidParameterError: The name is too long for a folder.
-        """
+        and small ones for the same."""
         name = re.sub(rb"[^a-z0-9_-]", lambda found: b"%%%02x" % found[0][0], namespace.encode()).decode()
         if len(name) > _LONGEST:
             problem = "its name is too long for a folder of records"
@@ -282,13 +244,7 @@ class NamespaceRecords:
     What this object says of them changes when the disk has changed, and not before.
 
     Args:
-        folder: Of this namespace alone.
-        origin: Where its texts come from.
         budget: Bytes that its texts may take; when they take more, the oldest file is deleted.
-
-    Raises:
-        ContradictionError: It holds texts of another target.
-        InvalidParameterError: What it holds cannot be read.
     """
 
     def __init__(self, folder: Path, origin: Origin, budget: int) -> None:
@@ -325,11 +281,7 @@ class NamespaceRecords:
     def add(self, texts: Sequence[Record]) -> int:
         """Keep texts. The last file is written anew with them as long as it has room. Before each file, the oldest ones are
         deleted as far as there would be more on the disk than the budget and its share. Returns how many texts are larger
-        than the budget, and so are not kept.
-
-        Raises:
-            StorageError: They cannot be written. What was kept before stays, but for the oldest that made room.
-        """
+        than the budget, and so are not kept."""
         fit = [text for text in texts if _size_of([text]) + _BYTES_OF_HEADER <= self._budget]
         replaces = bool(self._begun)
         for part in self._parts([*self._begun, *fit]):
@@ -341,11 +293,7 @@ class NamespaceRecords:
 
     def delete(self) -> int:
         """Delete all texts; returns how many there were. It takes no space on the disk: the folder gets another name, by
-        which all texts are gone at once, and is then deleted.
-
-        Raises:
-            StorageError: The folder cannot be changed.
-        """
+        which all texts are gone at once, and is then deleted."""
         count = self.num_texts
         doomed = self._folder.with_name(self._folder.name + _DELETED)
         with storing(self._folder):
@@ -444,25 +392,15 @@ _HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class Origin:
-    """Where texts come from.
+    """Says where texts come from."""
 
-    Attributes:
-        facts: Of the target.
-        witness: Its hidden states for a fixed text.
-        settings: How it writes where a request does not say.
-    """
-
-    facts: TargetFacts
-    witness: Witness
-    settings: DataSettings
+    facts: TargetFacts  # of the target
+    witness: Witness  # its hidden states for a fixed text
+    settings: DataSettings  # how it writes where a request does not say
 
     @classmethod
     def of(cls, llm: LLM) -> Self:
-        """The origin of what a target writes.
-
-        Raises:
-            UnsupportedModelError: It has an encoder, so that a prompt is no part of its text.
-        """
+        """The origin of what a target writes."""
         loaded, usual = llm.engine.runner.loaded, llm.default_params
         if loaded.encoder is not None:
             problem = "its texts cannot be recorded, since an encoder reads the prompts"

@@ -35,15 +35,7 @@ _IN_JSON = {
 
 
 class AllowedMethods:
-    """The methods of a server.
-
-    Args:
-        usual: Who drafts where a request does not say.
-        others: What requests may ask for beside it, one for each name.
-
-    Raises:
-        ContradictionError: Two of them have one name.
-    """
+    """The methods of a server."""
 
     def __init__(self, usual: SpeculationConfig, others: Sequence[SpeculationConfig] = ()) -> None:
         self.usual, self._others = usual, tuple(others)
@@ -59,12 +51,12 @@ class AllowedMethods:
         self._by_name.setdefault(Prediction.name, SpeculationConfig(method=Prediction()))
 
     def with_usual(self, usual: SpeculationConfig) -> AllowedMethods:
-        """The same with other settings for requests that do not say. Raises ContradictionError as above."""
+        """Returns the same with other settings for requests that do not say. Raises ContradictionError as above."""
         return AllowedMethods(usual, self._others)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a request may name."""
+        """Returns what a request may name."""
         return ("off", *sorted(self._by_name))
 
     def of(self, asked: str | Mapping[str, Any] | None, *, predicted: bool) -> SpeculationConfig:
@@ -72,10 +64,6 @@ class AllowedMethods:
 
         Args:
             asked: Its field `speculation`: None, "off", a method's name, or a mapping.
-            predicted: Whether it brings a prediction; then the method `prediction` drafts.
-
-        Raises:
-            InputError: The method is none of the server's, or a setting may not be changed.
         """
         settings = {"method": asked} if isinstance(asked, str) else dict(asked or {})
         field = "speculation" if isinstance(asked, str) else "speculation.method"
@@ -114,7 +102,7 @@ def _changed(config: SpeculationConfig, settings: Mapping[str, Any]) -> Speculat
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is completed."""
+    """Holds what is completed."""
 
     token_ids: tuple[int, ...]  # never changed by the engine
     text: str = ""  # as it was given, or as the tokens read; empty where nobody wants it back
@@ -123,7 +111,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Job:
-    """What the engine is asked to write."""
+    """Holds what the engine is asked to write."""
 
     asked: CommonRequest
     prompts: tuple[Prompt, ...]  # one or more, and `params.n` samples of each
@@ -145,7 +133,7 @@ class Job:
         return len(self.prompts) * self.params.n
 
     def options(self) -> dict[str, Any]:
-        """What AsyncLLM takes beside a prompt and parameters."""
+        """Returns what AsyncLLM takes beside a prompt and parameters."""
         return {
             "speculation": self.speculation,
             "namespace": self.namespace,
@@ -170,11 +158,7 @@ class JobMaker:
     text_start: tuple[int, ...] | None = None
 
     def make(self, asked: CommonRequest, namespace: str | None) -> Job:
-        """A request with all that can be known of it before the engine sees it.
-
-        Raises:
-            InputError: Something in it cannot be served.
-        """
+        """A request with all that can be known of it before the engine sees it."""
         self.check_size(asked)
         found = self._prompts(asked)
         begun = max(len(prompt.token_ids) for prompt in found) if self.text_start is None else len(self.text_start)
@@ -199,11 +183,7 @@ class JobMaker:
         return params.replace(structured_outputs=StructuredOutputs(grammar=grammar))
 
     def check_size(self, asked: CommonRequest) -> int:
-        """The number of texts that a request asks for; known before its prompts are encoded.
-
-        Raises:
-            InvalidParameterError: There are too many, or none, or a list of the request is too large.
-        """
+        """The number of texts that a request asks for; known before its prompts are encoded."""
         check_lists(asked, self.settings)
         num_prompts = len(asked.prompts) if isinstance(asked, CompletionRequest) else 1
         num_samples = 1 if asked.n is None else asked.n
@@ -257,13 +237,7 @@ def sampling(asked: CommonRequest, defaults: SamplingParams, room: int, settings
     """The parameters of a request.
 
     Args:
-        asked: The request.
-        defaults: The model's own, for what the request leaves open.
         room: Tokens that may be written behind its prompt.
-        settings: The server's limits.
-
-    Raises:
-        InputError: A value is out of range, or settings contradict each other.
     """
     given = {name: getattr(asked, name) for name in SAME if getattr(asked, name) is not None}
     if given.get("stop") in ("", []):
@@ -277,11 +251,7 @@ def sampling(asked: CommonRequest, defaults: SamplingParams, room: int, settings
 
 
 def structure(asked: CommonRequest, settings: ServerSettings) -> StructuredOutputs | None:
-    """What the output must look like; None where it is free.
-
-    Raises:
-        InputError: Several kinds of structure are asked for, or one that is malformed or too large.
-    """
+    """Returns what the output must look like; None where it is free."""
     found = {**_response_format(asked), **_guided(asked)}
     if not found:
         return None
@@ -302,7 +272,7 @@ def check_size(name: str, structure: Any, settings: ServerSettings) -> None:
 
 
 def field_names(asked: CommonRequest) -> dict[str, str]:
-    """What this request calls fields that have other names inside."""
+    """Returns what this request calls fields that have other names inside."""
     found = {"prompt_token_ids": "prompt", **{name: f"speculation.{name}" for name in CHANGEABLE}}
     for name in ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if getattr(asked, name) is not None:
@@ -451,5 +421,5 @@ def _too_large(name: str, size: int, of_what: str, most: int, limit: str) -> Inv
 
 
 def _more(limit: str) -> str:
-    """What is said of a limit that a server has."""
+    """Returns what is said of a limit that a server has."""
     return f"The option --{limit.replace('_', '-')} of the server allows more."

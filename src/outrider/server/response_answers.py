@@ -166,7 +166,7 @@ def _text_part(text: str, scores: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _status(choice: dict[str, Any]) -> dict[str, Any]:
-    """How a response ended."""
+    """Returns how a response ended."""
     if choice["finish_reason"] == "length":
         return {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
     return {"status": "completed"}

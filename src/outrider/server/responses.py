@@ -174,15 +174,7 @@ _NAMED = {
 
 
 def as_chat(asked: ResponsesRequest, template: str) -> ChatRequest:
-    """The request for a chat that says the same.
-
-    Args:
-        asked: A request of the Responses API.
-        template: The chat template of the model, which tells what of thoughts can be asked for.
-
-    Raises:
-        InputError: It asks for what chats do not have.
-    """
+    """The request for a chat that says the same."""
     extra, ignored = asked.model_extra or {}, set[str]()
     fields: dict[str, Any] = {name: value for name, value in extra.items() if name in _OF_CHATS}
     fields |= {name: getattr(asked, name) for name in ("model", "stream", "temperature", "top_p", "parallel_tool_calls")}

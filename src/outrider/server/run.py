@@ -38,17 +38,7 @@ _HANGING_SECONDS = 15
 
 
 def listen(host: str, port: int, stalled_seconds: int, most: int = Listener.most) -> Listener:
-    """A socket that clients can reach.
-
-    Args:
-        host: Its address.
-        port: 0 takes a free one.
-        stalled_seconds: A client that takes nothing of its answer for so long has left. Linux alone can tell.
-        most: Connections at a time.
-
-    Raises:
-        InvalidParameterError: The address cannot be had.
-    """
+    """A socket that clients can reach."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol's number asyncio sends every event at once. Without, the system would hold events back until the
     # client acknowledges those before, for up to 40 ms.
@@ -69,12 +59,7 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
     """See that https can be had with these files, or was not asked for.
 
     Args:
-        certificate: With the ones above it; it may hold its key as well.
         key: None where the certificate's file holds it.
-
-    Raises:
-        ContradictionError: There is a key alone.
-        InvalidParameterError: They cannot be read, or do not belong together.
     """
     if certificate is None and key is not None:
         raise ContradictionError("ssl_keyfile", str(key), "there is no certificate", "Give --ssl-certfile too.")
@@ -88,7 +73,7 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
 
 
 class Hangups:
-    """What SIGHUP asks for, from the moment at which this is made. It does not end the process."""
+    """Holds what SIGHUP asks for, from the moment at which this is made. It does not end the process."""
 
     def __init__(self) -> None:
         self._renew: Callable[[], object] | None = None
@@ -126,11 +111,7 @@ def serve(
     Where the engine hangs in a step, the process ends with exit code 1 some 25 seconds after the time to finish.
 
     Args:
-        service: What to serve.
-        place: Where.
-        hangups: Those that came while the model was loaded, and those to come.
         profile: Who drafts, as `outrider tune` says; None where the command says it.
-        tls: Options of uvicorn that begin with ssl_.
     """
     config = uvicorn.Config(
         AccessGuard(make_app(service), service.settings),
@@ -155,15 +136,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """One that says when it can be reached, and goes on to answer while the last requests finish.
-
-    Args:
-        config: Of uvicorn.
-        service: What it serves.
-        listener: Where.
-        renewal: What SIGHUP asks for.
-        hangups: When it asks for it.
-    """
+    """One that says when it can be reached, and goes on to answer while the last requests finish."""
 
     def __init__(
         self,
@@ -269,10 +242,9 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class Renewal:
-    """What SIGHUP asks for. Several signals take turns.
+    """Holds what SIGHUP asks for. Several signals take turns.
 
     Args:
-        service: The engine.
         profile: The file that `outrider tune` writes; None where the server was started without one.
     """
 

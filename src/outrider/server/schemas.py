@@ -157,13 +157,7 @@ class Shape(BaseModel):
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """The object that a body holds.
-
-        Raises:
-            ApiError: It is no JSON object.
-            InvalidParameterError: A field is unknown, or has a value of another type.
-            UnsupportedParameterError: A field is known elsewhere and asks for something that this server does not do.
-        """
+        """The object that a body holds."""
         values = _object(body)
         ignored = sorted(name for name in values.keys() & cls.passed_over if values.pop(name) is not None)
         for name in [name for name in values if name in cls.refused]:
@@ -180,11 +174,6 @@ class Shape(BaseModel):
 
         Args:
             values: The fields. One that is None counts as not given.
-            ignored: Fields of the request that were passed over.
-            names: What the request calls fields that have other names here, where it was made for another API.
-
-        Raises:
-            InvalidParameterError: A field is unknown, or has a value of another type.
         """
         given = {name: value for name, value in values.items() if value is not None}
         try:

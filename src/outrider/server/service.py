@@ -38,29 +38,18 @@ _CLEARING_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What does not change while the server runs.
+    """Holds what does not change while the server runs."""
 
-    Attributes:
-        max_model_len: Longest text that the model takes.
-        longest: Longest text that there is memory for, too.
-        max_num_seqs: Sequences that run at a time.
-        vocab_size: Token ids that the model knows.
-    """
-
-    max_model_len: int
-    longest: int
-    max_num_seqs: int
-    vocab_size: int
+    max_model_len: int  # longest text that the model takes
+    longest: int  # longest text that there is memory for, too
+    max_num_seqs: int  # sequences that run at a time
+    vocab_size: int  # token ids that the model knows
 
 
 class Service:
     """The engine as the routes see it.
 
     Args:
-        engine: The model, loaded.
-        settings: Names and limits.
-        allowed: The methods that requests may name.
-        keys: Who may ask.
         records: Where texts of tenants that allow it are kept; None for nowhere.
     """
 
@@ -97,7 +86,7 @@ class Service:
 
     @property
     def health(self) -> Health:
-        """How the engine has fared."""
+        """Returns how the engine has fared."""
         return self.engine.llm.health
 
     @property
@@ -110,11 +99,7 @@ class Service:
         return "stopping" if self.draining else "ok"
 
     def meter(self, tenant: str | None) -> Meter:
-        """What a tenant uses. There are as many as the tenants of the keys, so they are never forgotten.
-
-        Raises:
-            ApiError: The server is ending.
-        """
+        """Returns what a tenant uses. There are as many as the tenants of the keys, so they are never forgotten."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Connection": "close"})
         if tenant not in self._meters:
@@ -128,12 +113,12 @@ class Service:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody is being answered."""
+        """Tells whether anybody is being answered."""
         return self.num_texts > 0 or self.deadlines.num_open > 0
 
     @property
     def is_full(self) -> bool:
-        """Whether as many texts wait as the queue of one tenant holds."""
+        """Tells whether as many texts wait as the queue of one tenant holds."""
         return self.num_texts >= self._max_texts
 
     @property
@@ -141,15 +126,7 @@ class Service:
         return self.facts.max_num_seqs + self.settings.max_queue
 
     async def read(self, read: Callable[[bytes], S], call: Call) -> S:
-        """What the body of a request says. A large body is read in another thread, when it is the tenant's turn.
-
-        Args:
-            read: Reads a body.
-            call: The request.
-
-        Raises:
-            ApiError, InputError: It is too large or too slow, or it cannot be read.
-        """
+        """Returns what the body of a request says. A large body is read in another thread, when it is the tenant's turn."""
         body = await call.body(self.settings)
         check_values(body, self.settings.max_body_values)
         if len(body) <= _READ_AT_ONCE:
@@ -157,22 +134,14 @@ class Service:
         return await self.engine.prepared(call.tenant, partial(read, body))
 
     async def job(self, asked: CommonRequest, tenant: str | None) -> Job:
-        """What a request asks for, ready for the engine.
-
-        Raises:
-            ApiError: It cannot be served.
-        """
+        """Returns what a request asks for, ready for the engine."""
         try:
             return await self.engine.prepared(tenant, partial(self.jobs.make, asked, tenant))
         except Exception as error:
             raise api_error(error, field_names(asked)) from error
 
     def draft_with(self, asked: SpeculationConfig) -> None:
-        """Let these settings draft for later requests that do not say; those that are prepared already keep theirs.
-
-        Raises:
-            InputError, ModelError, ProposerError: They cannot be used, and nothing has changed.
-        """
+        """Let these settings draft for later requests that do not say; those that are prepared already keep theirs."""
         llm = self.engine.llm
         allowed = self.allowed.with_usual(llm.resolve(asked))
         llm.change_speculation(allowed.usual)
@@ -194,11 +163,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def begin(self, job: Job) -> list[AsyncStream]:
-        """The streams of a job, which the engine has taken; whoever gets them closes them.
-
-        Raises:
-            ApiError: One of them was refused.
-        """
+        """The streams of a job, which the engine has taken; whoever gets them closes them."""
         options = job.options()
         streams = [self.engine.stream(list(prompt.token_ids), job.params, **options) for prompt in job.prompts]
         try:

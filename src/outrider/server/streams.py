@@ -30,11 +30,7 @@ async def events(
     """The events of an answer.
 
     Args:
-        answer: What is told of each piece.
-        streams: One for each prompt, admitted already.
-        deadlines: Those of the server.
         end: When the pieces must be there, by the clock of the event loop; None for no limit.
-        failed: Is told of an error that came too late for a status; the client is told by an event.
     """
     try:
         for chunk in answer.opening():
@@ -58,9 +54,6 @@ async def within(deadlines: Deadlines, end: float | None, items: AsyncGenerator[
     """The items of another generator, as long as they come in time.
 
     The time runs while an item is waited for and while it is used, and only the wait is broken off.
-
-    Raises:
-        ApiError: Their time is over, or the server has to end.
     """
     async with aclosing(items):
         while True:
@@ -126,11 +119,7 @@ async def pieces(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, St
 
 
 async def while_connected(receive: Callable[[], Awaitable[Message]], job: Coroutine[Any, Any, T]) -> T:
-    """The outcome of a job, which is cancelled when the client leaves.
-
-    Raises:
-        ApiError: The client has left.
-    """
+    """The outcome of a job, which is cancelled when the client leaves."""
     task, gone = asyncio.ensure_future(job), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -169,11 +158,7 @@ class Deadlines:
 
     @asynccontextmanager
     async def until(self, end: float | None = None) -> AsyncIterator[None]:
-        """A block that is broken off at this time of the event loop's clock; None for no time of its own.
-
-        Raises:
-            ApiError: Its own time is over, or the server has to end.
-        """
+        """A block that is broken off at this time of the event loop's clock; None for no time of its own."""
         if self._is_over:
             raise _over()
         try:

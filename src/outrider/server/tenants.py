@@ -27,12 +27,7 @@ VARIABLE = "OUTRIDER_API_KEYS"
 
 
 class ApiKeys:
-    """Keys with the tenants that they belong to. Without keys everybody is served, in one namespace.
-
-    Args:
-        tenants: By key.
-        limits: By tenant, where it has some.
-    """
+    """Keys with the tenants that they belong to. Without keys everybody is served, in one namespace."""
 
     def __init__(self, tenants: Mapping[str, str] | None = None, limits: Mapping[str, TenantLimits] | None = None) -> None:
         self._tenants = [(_digest(key), tenant) for key, tenant in (tenants or {}).items()]
@@ -44,9 +39,6 @@ class ApiKeys:
 
         A key stands behind the name of its tenant and a colon; several keys may have one tenant. A key without a name is a
         tenant of its own. Settings of TenantLimits may follow: `ann: secret max_concurrent=4 tokens_per_minute=60000`.
-
-        Raises:
-            InvalidParameterError: The file cannot be read, it holds no key, or a line of it is wrong.
         """
         if file is None:
             return _read(os.environ.get(VARIABLE, "").split(","), VARIABLE, "entry {}")
@@ -65,7 +57,7 @@ class ApiKeys:
 
     @property
     def weights(self) -> dict[str | None, float]:
-        """Of tenants whose share is not the usual one."""
+        """Returns the weights of tenants whose share is not the usual one."""
         return {tenant: limits.weight for tenant, limits in self._limits.items() if limits.weight != 1.0}
 
     @property
@@ -74,7 +66,8 @@ class ApiKeys:
         return {tenant: self.limits(tenant).record_mib * 2**20 for _, tenant in self._tenants}
 
     def tenant(self, key: str) -> str | None:
-        """Whose key this is; None for nobody's. Every key is compared, and each whole, so that the time tells nothing."""
+        """Tells whose key this is; None for nobody's. Every key is compared, and each whole, so that the time tells
+        nothing."""
         digest, found = _digest(key), None
         for known, tenant in self._tenants:
             if hmac.compare_digest(known, digest):
@@ -82,7 +75,7 @@ class ApiKeys:
         return found
 
     def limits(self, tenant: str | None) -> TenantLimits:
-        """What a tenant may have."""
+        """Returns what a tenant may have."""
         return UNLIMITED if tenant is None else self._limits.get(tenant, UNLIMITED)
 
 
@@ -91,13 +84,7 @@ def _digest(key: str) -> bytes:
 
 
 def _read(lines: Sequence[str], field: str, place: str) -> ApiKeys:
-    """Keys, a line each.
-
-    Args:
-        lines: Empty ones, and those that begin with #, hold nothing.
-        field: Where they come from, for errors.
-        place: The place of a line, for errors; {} stands for its number. Errors never show a key.
-    """
+    """Keys, a line each."""
     tenants: dict[str, str] = {}
     limits: dict[str, dict[str, Any]] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
@@ -122,11 +109,7 @@ def _read(lines: Sequence[str], field: str, place: str) -> ApiKeys:
 
 
 def _add(known: dict[str, Any], settings: Sequence[str]) -> None:
-    """Add settings, each written name=value, to those of a tenant.
-
-    Raises:
-        InputError: One of them is unknown, out of range, or said otherwise before.
-    """
+    """Add settings, each written name=value, to those of a tenant."""
     for setting in settings:
         name, equals, written = setting.partition("=")
         if not equals or name not in TenantLimits.model_fields:
@@ -151,19 +134,16 @@ _LONGEST_WAIT = 60
 
 
 class TenantLimits(Frozen):
-    """What one tenant may have. All keys of a tenant share it.
+    """Holds what one tenant may have. All keys of a tenant share it."""
 
-    Attributes:
-        max_concurrent: Texts at a time, those that wait included; None for no limit of its own.
-        tokens_per_minute: Tokens of prompts and of texts; None for no limit. A tenant that has used less may use as much as
-            for one minute at once.
-        weight: Its share of the engine where tenants compete: one of weight 2 gets twice the tokens of one of weight 1.
-        record_mib: How much of its prompts and answers a server with a folder for records keeps, in MiB; 0 keeps nothing.
-    """
-
+    # Texts at a time, those that wait included; None for no limit of its own.
     max_concurrent: int | None = Field(None, ge=1, description="Use 1 or more.")
+    # Tokens of prompts and of texts; None for no limit. A tenant that has used less may use as much as for one minute at
+    # once.
     tokens_per_minute: int | None = Field(None, ge=1, description="Use 1 or more.")
+    # Its share of the engine where tenants compete: one of weight 2 gets twice the tokens of one of weight 1.
     weight: float = Field(1.0, gt=0, allow_inf_nan=False, description="Use a number above 0.")
+    # How much of its prompts and answers a server with a folder for records keeps, in MiB; 0 keeps nothing.
     record_mib: int = Field(0, ge=0, le=2**30, description="Use 0 or more.")
 
 
@@ -171,11 +151,9 @@ UNLIMITED = TenantLimits()
 
 
 class Meter:
-    """What a tenant uses.
+    """Holds what a tenant uses.
 
     Args:
-        limits: What it may use.
-        max_texts: Texts at a time that the server takes of any tenant.
         clock: Tells the time in seconds.
 
     Attributes:
@@ -192,11 +170,7 @@ class Meter:
 
     @contextmanager
     def place(self, num_texts: int) -> Iterator[None]:
-        """A place for some texts, for as long as the block runs.
-
-        Raises:
-            ApiError: There is none now, or there will never be one for so many.
-        """
+        """A place for some texts, for as long as the block runs."""
         self._check(num_texts, self._limits.max_concurrent, "concurrency_limit", "this key may have {} at a time")
         self._check(num_texts, self._max_texts, "queue_full", "this server takes {} by --max-num-seqs and --max-queue")
         self.num_texts += num_texts
@@ -241,7 +215,8 @@ class Meter:
         raise ApiError(429, problem, code=code, headers=headers)
 
     def _seconds_until_ended(self, num_texts: int) -> int:
-        """How long so many of the tenant's texts take to end, if they end as fast as the latest ones; at least a second.
+        """Returns how long so many of the tenant's texts take to end, if they end as fast as the latest ones; at least a
+        second.
 
         They take no longer than the longest of these had its place, so that a time in which the tenant asked for nothing
         does not count.

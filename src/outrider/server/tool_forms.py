@@ -170,27 +170,16 @@ _BEGUN_HEAD = re.compile(r"<\|(?:start|channel)\|>[^<\n]*(?:<\|(?:channel|constr
 
 @dataclass(frozen=True)
 class Tags:
-    """How such calls are written.
+    """Says how such calls are written."""
 
-    Attributes:
-        before_name: What stands before the name of a function.
-        behind_name: And behind it.
-        key: What stands before the name of an argument.
-        behind_key: And behind it; it may say in a group whether the value is a text.
-        behind_value: What stands behind a value, with what comes next: a value may hold the same signs.
-        end: The end of a call.
-        close: The end of all of them.
-        lines: Whether a value has lines of its own.
-    """
-
-    before_name: str
-    behind_name: str
-    key: str
-    behind_key: re.Pattern[str]
-    behind_value: re.Pattern[str]
-    end: str
-    close: str
-    lines: bool = False
+    before_name: str  # what stands before the name of a function
+    behind_name: str  # and behind it
+    key: str  # what stands before the name of an argument
+    behind_key: re.Pattern[str]  # and behind it; it may say in a group whether the value is a text
+    behind_value: re.Pattern[str]  # what stands behind a value, with what comes next: a value may hold the same signs
+    end: str  # the end of a call
+    close: str  # the end of all of them
+    lines: bool = False  # whether a value has lines of its own
 
 
 QWEN = Tags(
@@ -295,7 +284,7 @@ def _gemma_value(read: Reader) -> Steps[Any]:
 
 
 def _gemma_end(read: Reader, end: str, *, is_first: bool) -> Steps[bool]:
-    """Whether a list or an object ends here; behind a value comes another one otherwise."""
+    """Tells whether a list or an object ends here; behind a value comes another one otherwise."""
     yield from read.space()
     if is_first:
         return bool((yield from read.takes(end)))
@@ -384,24 +373,16 @@ _PYTHON_KEY = re.compile(r"[^\s=()\[\]{},'\"]")
 
 @dataclass(frozen=True)
 class Form:
-    """How a family of models writes calls.
+    """Says how a family of models writes calls."""
 
-    Attributes:
-        call: Reads them, from a mark on.
-        opens: The marks that they begin with.
-        marks: Further signs of the form, which a tokenizer may have as special tokens.
-        at_start: Whether a text may begin with a call that has no mark.
-        is_whole: Whether a text with calls is nothing but calls.
-        begun: What a text may end with which is no text then, where the marks in it are special tokens.
-        taught: What a chat template that teaches this form holds: one of these, each a part or several of them.
-    """
-
-    call: Callable[[Reader, Schemas], Steps[None]]
-    opens: tuple[str, ...] = ()
-    marks: tuple[str, ...] = ()
-    at_start: bool = False
-    is_whole: bool = False
+    call: Callable[[Reader, Schemas], Steps[None]]  # reads them, from a mark on
+    opens: tuple[str, ...] = ()  # the marks that they begin with
+    marks: tuple[str, ...] = ()  # further signs of the form, which a tokenizer may have as special tokens
+    at_start: bool = False  # whether a text may begin with a call that has no mark
+    is_whole: bool = False  # whether a text with calls is nothing but calls
+    # What a text may end with which is no text then, where the marks in it are special tokens.
     begun: re.Pattern[str] | None = None
+    # What a chat template that teaches this form holds: one of these, each a part or several of them.
     taught: tuple[tuple[str, ...], ...] = ()
 
 
@@ -457,16 +438,12 @@ _OTHERS = ("<tool_calls>", "<seed:tool_call>")
 
 
 def tells_thoughts(template: str) -> bool:
-    """Whether a model with this chat template says of each message for whom it is."""
+    """Tells whether a model with this chat template says of each message for whom it is."""
     return all(sign in template for sign in ("<|channel|>", "<|message|>", "analysis"))
 
 
 def tool_form(template: str | None) -> ToolForm:
-    """The form in which a model with this chat template calls tools.
-
-    Raises:
-        UnsupportedParameterError: The template knows no tools, or another form.
-    """
+    """The form in which a model with this chat template calls tools."""
     if not template or "tools" not in template:
         raise UnsupportedParameterError("tools", "...", "the model's chat template knows no tools", "Leave them out.")
     plain = template.replace("\\", "").replace("'", '"')

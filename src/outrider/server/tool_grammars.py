@@ -38,14 +38,7 @@ def calls_grammar(
     """A grammar, in Lark, of a text that is nothing but calls, with arguments of the right shape.
 
     Args:
-        form: How the model writes calls.
-        schemas: What the arguments of each function look like.
-        several: Whether there may be more than one call, and up to MAX_CALLS.
         special: Marks of the form that are special tokens, by token id: they are written as these.
-        template: The chat template, which tells the variants of a form apart.
-
-    Raises:
-        UnsupportedParameterError: Arguments in this form have no quotes, and a schema asks for more than such texts can.
     """
     book = Book({mark: number for number, mark in (special or {}).items()})
     frame = _frame(form, template)
@@ -75,7 +68,7 @@ class Book:
         return name
 
     def text(self, text: str | None) -> str:
-        """What matches a text; marks that are special tokens are these."""
+        """Returns what matches a text; marks that are special tokens are these."""
         parts, at = [], 0
         for found in self._marks.finditer(text or ""):
             parts += [json.dumps(text[at : found.start()]), f"<[{self.special[found[0]]}]>"]  # type: ignore[index]
@@ -84,7 +77,7 @@ class Book:
         return " ".join(kept) or '""'
 
     def json(self, schema: Any, root: Any = None) -> str:
-        """What matches a value of JSON; definitions are those of the root."""
+        """Returns what matches a value of JSON; definitions are those of the root."""
         shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, dict) and name in root}
         return self.rule(f"%json {json.dumps({**shared, **followed(schema), **_SPACES})}")
 
@@ -163,19 +156,12 @@ def _named(argument: str, unfit: str) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands around calls.
+    """Holds what stands around calls."""
 
-    Attributes:
-        call: Writes the rule of a call of a function.
-        before: What stands before the first call.
-        between: Between two; None where there can be one alone.
-        behind: Behind the last one.
-    """
-
-    call: Callable[[Book, str, Any], str]
-    before: str = ""
-    between: str | None = ""
-    behind: str = ""
+    call: Callable[[Book, str, Any], str]  # writes the rule of a call of a function
+    before: str = ""  # what stands before the first call
+    between: str | None = ""  # between two; None where there can be one alone
+    behind: str = ""  # behind the last one
 
 
 def _call(frame: Frame, book: Book, name: str, schema: Any) -> str:
@@ -241,14 +227,14 @@ def _tag_value(book: Book, schema: Any, root: Any, behind: str) -> str:
 
 
 def _bounds(schema: Mapping[str, Any]) -> set[str]:
-    """What the parts of a union ask of their values, beside their types."""
+    """Returns what the parts of a union ask of their values, beside their types."""
     parts = [part for name in ("anyOf", "oneOf") for part in schema.get(name, ())]
     found = {*schema} & _ASKS - {"anyOf", "oneOf"}
     return found.union(*(_ASKS & {*part} for part in parts if isinstance(part, dict)))
 
 
 def _says_nothing(schema: Any) -> bool:
-    """Whether a schema takes any value."""
+    """Tells whether a schema takes any value."""
     return isinstance(schema, dict) and not {*schema} & (_ASKS | {"type"})
 
 
@@ -295,22 +281,14 @@ def _dsml_call(book: Book, name: str, schema: Any) -> str:
 
 @dataclass(frozen=True)
 class Notation:
-    """How values are written.
+    """Says how values are written."""
 
-    Attributes:
-        text: Writes the rule of a text with its quotes.
-        literal: A value of an enumeration.
-        constants: What stands for true, false and null.
-        separator: Between the parts of lists and objects.
-        unfit: Signs that the name of an argument may not have.
-        behind_key: What stands behind it.
-    """
-
-    text: Callable[[Book, Mapping[str, Any]], str]
-    literal: Callable[[Any], str]
-    separator: str
-    unfit: str
-    behind_key: str
+    text: Callable[[Book, Mapping[str, Any]], str]  # writes the rule of a text with its quotes
+    literal: Callable[[Any], str]  # a value of an enumeration
+    separator: str  # between the parts of lists and objects
+    unfit: str  # signs that the name of an argument may not have
+    behind_key: str  # what stands behind it
+    # What stands for true, false and null.
     constants: Mapping[Any, str] = field(default_factory=lambda: {True: "true", False: "false", None: "null"})
 
     def value(self, book: Book, schema: Any, root: Any) -> str:
@@ -349,7 +327,7 @@ class Notation:
         return f'"[" ({item} {rest}){"" if least else "?"} "]"'
 
     def _any(self, book: Book, name: str) -> str:
-        """What matches any value; it has this name in itself."""
+        """Returns what matches any value; it has this name in itself."""
         constants = " | ".join(map(book.text, self.constants.values()))
         plain = f"{self.text(book, {})} | {book.json({'type': 'number'})} | {constants}"
         member, separator = f"{self._nested(book, None)} {name}", book.text(self.separator)
@@ -357,7 +335,7 @@ class Notation:
         return f'{plain} | {listed} | "{{" ({member} ({separator} {member})*)? "}}"'
 
     def _nested(self, book: Book, key: str | None) -> str:
-        """What matches the name of a member of an object within an argument; any name for None."""
+        """Returns what matches the name of a member of an object within an argument; any name for None."""
         behind = ": " if self.separator.endswith(" ") else ":"
         return f"{self.text(book, {})} {book.text(behind)}" if key is None else book.text(self.literal(key) + behind)
 

@@ -19,7 +19,7 @@ MOST = 256
 
 
 class NoCallError(Exception):
-    """What stands here is no call."""
+    """Holds what stands here is no call."""
 
 
 class Reader:
@@ -52,7 +52,7 @@ class Reader:
         self.settle()
 
     def settle(self) -> None:
-        """What was read belongs to calls that are over."""
+        """Settles what was read: it belongs to calls that are over."""
         self.settled = self.settled if self.is_open else self.at
 
     def call(self, name: str, arguments: Any) -> None:
@@ -200,7 +200,7 @@ class GrowingObject:
         self._in_text = self._is_escaped = False
 
     def split(self, text: str) -> tuple[str, str]:
-        """What of the next piece of text belongs to it, and what comes behind it."""
+        """Returns what of the next piece of text belongs to it, and what comes behind it."""
         if self.is_whole:
             return "", text
         place = 1 if self._is_escaped and text else 0

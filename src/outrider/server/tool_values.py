@@ -27,12 +27,7 @@ def resolved(schema: Any, root: Any) -> Any:
 
 
 def kinds_of(schema: Any, root: Any = None) -> set[str]:
-    """The types that a schema allows a value, as far as it says; empty where it does not, or where it is malformed.
-
-    Args:
-        schema: Of the value.
-        root: Holds the definitions that it refers to; they may refer to themselves.
-    """
+    """The types that a schema allows a value, as far as it says; empty where it does not, or where it is malformed."""
     found, waiting, seen = set[str](), [schema], set[int]()
     while waiting:
         each = resolved(waiting.pop(), root)
@@ -73,11 +68,7 @@ def typed(text: str, kinds: set[str]) -> Any:
 
 
 def from_python(text: str) -> Any:
-    """A value that is written as in Python, or as in JSON.
-
-    Raises:
-        ValueError: It is none, or none that JSON has, too.
-    """
+    """A value that is written as in Python, or as in JSON."""
     try:
         return _finite(ast.literal_eval(text.strip()))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -89,6 +80,6 @@ def from_python(text: str) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """The same value. Raises ValueError for numbers that JSON does not have, and TypeError for other values."""
+    """Returns the same value. Raises ValueError for numbers that JSON does not have, and TypeError for other values."""
     json.dumps(value, allow_nan=False)
     return value

@@ -14,34 +14,24 @@ from outrider.server.tool_reader import NoCallError, Reader, Steps
 
 @dataclass(frozen=True)
 class Heard:
-    """What a piece of text brought.
+    """Holds what a piece of text brought."""
 
-    Attributes:
-        content: Text for the reader.
-        calls: Calls in OpenAI's form; of a call that is told in parts, the later parts have an index and arguments alone.
-        thoughts: Text that is not for him, where a form says so of its messages.
-    """
-
-    content: str = ""
+    content: str = ""  # text for the reader
+    # Calls in OpenAI's form; of a call that is told in parts, the later parts have an index and arguments alone.
     calls: tuple[dict[str, Any], ...] = ()
-    thoughts: str = ""
+    thoughts: str = ""  # text that is not for him, where a form says so of its messages
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How calls are heard in the answers to a request; the attributes are those of a ToolListener.
-
-    Attributes:
-        shown: The same by token id.
-        template: The chat template, which tells the variants of a form apart.
-    """
+    """Says how calls are heard in the answers to a request; the attributes are those of a ToolListener."""
 
     form: ToolForm
     schemas: Schemas
-    shown: Mapping[int, str]
+    shown: Mapping[int, str]  # the same by token id
     only_calls: bool
     max_calls: int | None
-    template: str = ""
+    template: str = ""  # the chat template, which tells the variants of a form apart
 
     def listener(self, *, in_parts: bool) -> ToolListener:
         """One for a text that has yet to begin."""
@@ -68,11 +58,6 @@ class ToolListener:
     the text is cut changes nothing. White space before the first words, and behind a call, is told when words follow.
 
     Args:
-        form: How the model writes calls.
-        only_calls: Whether the text is nothing but calls. Then a call that was cut off is not told.
-        in_parts: Whether the arguments of a call are told while they are written, where the form writes JSON. Where a text
-            with calls is nothing else, this needs one of which that is known, since only the end of another text tells it.
-        schemas: The arguments of each function, which tell texts from numbers in forms that write both alike.
         shown: Special tokens of the form that are in the text. No reader sees them.
         max_calls: Further ones are passed over; None for no limit.
     """
@@ -184,7 +169,7 @@ class ToolListener:
         return "" if mark is None or mark[0] in self._shown else mark[0]
 
     def _words(self, text: str) -> str:
-        """What is told of this content."""
+        """Returns what is told of this content."""
         if self._is_thinking:
             self._thoughts += (self._between or "") + text if text else ""
             self._between = "" if text else self._between
@@ -204,7 +189,7 @@ class ToolListener:
             self._blank = "\n" if self._blank is None else ""
 
     def _take(self) -> None:
-        """What the reader has told of calls."""
+        """Takes what the reader has told of calls."""
         told, self._reader.told = self._reader.told, []
         for kind, text in told:
             if kind in ("thoughts", "words"):
@@ -244,7 +229,7 @@ class ToolListener:
 
 
 def _begun(text: str, marks: Collection[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
+    """Returns how many characters at the end of a text may be the beginning of a mark."""
     longest = max(map(len, marks), default=1)
     sizes = range(min(longest - 1, len(text)), 0, -1)
     return next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)

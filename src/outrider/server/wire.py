@@ -36,7 +36,7 @@ def event(body: Any, name: str | None = None) -> bytes:
 
 
 def is_of_messages(path: str) -> bool:
-    """Whether whoever asks at this path reads the errors of Anthropic's API, and no others."""
+    """Tells whether whoever asks at this path reads the errors of Anthropic's API, and no others."""
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 

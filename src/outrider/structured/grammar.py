@@ -64,18 +64,14 @@ class GrammarError(OutriderError):
 
 
 class _Times:
-    """What following a request's texts has taken of a processor's time, which all other requests wait for."""
+    """Holds what following a request's texts has taken of a processor's time, which all other requests wait for."""
 
     def __init__(self) -> None:
         self._seconds, self._num_masks = 0.0, 0
 
     @contextmanager
     def counted(self, num_masks: int) -> Iterator[None]:
-        """A block of work for so many masks.
-
-        Raises:
-            GrammarError: The work takes too long. Where it did so before, the block is not begun.
-        """
+        """A block of work for so many masks."""
         self._check()
         begun = thread_time()
         yield
@@ -89,7 +85,7 @@ class _Times:
 
     @property
     def too_much(self) -> bool:
-        """Whether the work takes too long."""
+        """Tells whether the work takes too long."""
         return self._seconds > _SECONDS + _SECONDS_A_MASK * self._num_masks
 
     def _check(self) -> None:
@@ -100,21 +96,19 @@ class _Times:
 
 @dataclass
 class _Wear:
-    """Whether drafts have used an automaton, which all texts share that began as copies of one."""
+    """Says whether drafts have used an automaton, which all texts share that began as copies of one."""
 
     by_drafts: bool = False
 
 
 class GrammarState:
-    """Where one text stands in its structure.
+    """Says where one text stands in its structure.
 
     A look along a draft may be too much for the automaton where the text itself is not, and then the automaton cannot be
     used any more. That costs the draft: the automaton begins anew and follows the text, and from the next step on the text
     has no drafts. The time of such a look counts against the text only as far as the text comes there.
 
     Args:
-        matcher: An llguidance.LLMatcher.
-        renew: Makes the same matcher anew, at the beginning of a text.
         bits: Its mask; None where it is not known yet.
         times: Of all texts of its request; None for the first of them.
 
@@ -149,11 +143,7 @@ class GrammarState:
         return twin
 
     def advance(self, token_id: int) -> None:
-        """A token was committed; one that the structure allows.
-
-        Raises:
-            GrammarError: It does not allow it, or the automaton gave up.
-        """
+        """A token was committed; one that the structure allows."""
         self._masks.clear()
         self._walked = (*self._walked, token_id)
         if self._walked in self._looks:
@@ -171,11 +161,7 @@ class GrammarState:
         self._taken.append(token_id)
 
     def allowed(self, path: Path, vocab_size: int) -> Tensor | None:
-        """Tokens [vocab_size] bool that may follow the committed text and `path`; None where the path itself may not.
-
-        Raises:
-            GrammarError: The automaton gave up (its limits on complexity), or its masks take too long.
-        """
+        """Tokens [vocab_size] bool that may follow the committed text and `path`; None where the path itself may not."""
         bits = self._mask(path)
         if bits is None:
             return None
@@ -189,9 +175,6 @@ class GrammarState:
 
         Where the structure leaves no choice of the next bytes, a mask of the library has one token: the first of their
         canonical tokenisation, in so far as what comes behind the bytes cannot change it.
-
-        Raises:
-            GrammarError: As for `allowed`.
         """
         bits = self._mask(path)
         flags = 0 if bits is None else int.from_bytes(bits, "little")
@@ -206,7 +189,8 @@ class GrammarState:
         return self._masks[path]
 
     def _own_mask(self) -> bytes | None:
-        """Of what may follow the text. If it fails and drafts may have worn the automaton out, a new one is asked."""
+        """Returns the mask of what may follow the text. If it fails and drafts may have worn the automaton out, a new one
+        is asked."""
         with self._times.counted(num_masks=1):
             try:
                 return self._compute(())
@@ -217,7 +201,7 @@ class GrammarState:
                 return self._compute(())
 
     def _ahead_mask(self, path: Path) -> bytes | None:
-        """Of what may follow a draft."""
+        """Returns the mask of what may follow a draft."""
         begun, self._wear.by_drafts = thread_time(), True
         try:
             return self._compute(path)
@@ -257,8 +241,6 @@ class GrammarCompiler:
 
     Args:
         tokenizer: Of the target; None where it has none.
-        vocab_size: Width of the target's logits.
-        eos_token_ids: Tokens that end a text.
 
     Attributes:
         trials: Where structures are tried before anything is made of them here; None where those who write them are trusted
@@ -274,16 +256,8 @@ class GrammarCompiler:
         self.trials: Trials | None = None
 
     def start(self, structure: StructuredOutputs) -> GrammarState:
-        """A text that has yet to begin, with its first mask. Any thread may call this, and it may take tenths of a second.
-
-        Raises:
-            UnsupportedParameterError: The extra is not installed, or the structure is sound and asks for what the library
-                cannot follow.
-            ContradictionError: The model has no tokenizer, or no token that ends a text.
-            InvalidParameterError: The structure is malformed, no text has it, it is larger than one of the limits here, or
-                it is too much for an automaton.
-            TrialError, ClosedError: It cannot be tried.
-        """
+        """A text that has yet to begin, with its first mask. Any thread may call this, and it may take tenths of a
+        second."""
         written = _written(structure)
         library = _library()
         with self._lock:
@@ -391,7 +365,7 @@ def _is_too_much(line: str) -> bool:
 
 
 def _gave_up(reason: object) -> str:
-    """What is said of an automaton that cannot go on."""
+    """Returns what is said of an automaton that cannot go on."""
     line = _first_line(reason)
     if _is_too_much(line):
         return f"the structure became too much for its automaton ({line})"
@@ -399,7 +373,7 @@ def _gave_up(reason: object) -> str:
 
 
 def _first_line(reason: object, limit: int = 200) -> str:
-    """What an error says, without the states and lists that may follow."""
+    """Returns what an error says, without the states and lists that may follow."""
     lines = str(reason).strip().splitlines() or ["no reason was given"]
     # Behind a drawing of a regular expression comes what is wrong with it.
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "")

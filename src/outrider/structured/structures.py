@@ -42,15 +42,10 @@ class StructureError(Exception):
 
 @dataclass(frozen=True)
 class Written:
-    """A structure as text.
+    """A structure as text."""
 
-    Attributes:
-        language: In which it is written; a schema is JSON.
-        text: The whole of it.
-    """
-
-    language: Language
-    text: str
+    language: Language  # in which it is written; a schema is JSON
+    text: str  # the whole of it
 
     @classmethod
     def choices(cls, choices: Sequence[str]) -> Self:
@@ -65,28 +60,22 @@ class Written:
 
 @dataclass(frozen=True)
 class StructureVocabulary:
-    """The tokens that structures are followed in.
+    """The tokens that structures are followed in."""
 
-    Attributes:
-        tokenizer: A fast tokenizer, in its own JSON form.
-        size: Width of the target's logits.
-        ends: Tokens that end a text.
-    """
-
-    tokenizer: str
-    size: int
-    ends: tuple[int, ...]
+    tokenizer: str  # a fast tokenizer, in its own JSON form
+    size: int  # width of the target's logits
+    ends: tuple[int, ...]  # tokens that end a text
 
     @classmethod
     def of(cls, tokenizer: Any, size: int, ends: Sequence[int]) -> Self:
-        """That of a fast tokenizer of transformers."""
+        """Returns the vocabulary of a fast tokenizer of transformers."""
         plain = copy(tokenizer.backend_tokenizer)
         plain.no_padding()
         plain.no_truncation()
         return cls(plain.to_str(), size, tuple(ends))
 
     def wrapped(self, library: Any) -> Any:
-        """The same for llguidance; it takes a second or two where the vocabulary is large."""
+        """Returns the vocabulary for llguidance; it takes a second or two where the vocabulary is large."""
         ends = list(self.ends)
         read = library.LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=ends)
         encoder = library.TokenizerWrapper(_Encoder(self, read))
@@ -94,7 +83,7 @@ class StructureVocabulary:
 
 
 class _Encoder:
-    """What a tokenizer makes of the text of a structure, in the form that llguidance asks for.
+    """Holds what a tokenizer makes of the text of a structure, in the form that llguidance asks for.
 
     By itself the library takes every added token that looks like `<tool_call>` for one that has no text. But the text of a
     token that is not a special one is part of what is written, so structures have to match it, and where they leave no
@@ -103,7 +92,6 @@ class _Encoder:
 
     Args:
         vocabulary: The tokens.
-        read: The same, as llguidance reads it by itself.
     """
 
     def __init__(self, vocabulary: StructureVocabulary, read: Any) -> None:
@@ -127,17 +115,7 @@ class _Encoder:
 
 
 def compiled(written: Written, vocabulary: Any, library: Any) -> tuple[Any, bytes]:
-    """An automaton at the beginning of a text, and its first mask; a token of it can be taken.
-
-    Args:
-        written: The structure.
-        vocabulary: A `StructureVocabulary`, wrapped.
-        library: llguidance.
-
-    Raises:
-        StructureError: It is malformed, no text has it, or it is too much for the automaton.
-        MemoryError: There is no memory for it.
-    """
+    """An automaton at the beginning of a text, and its first mask; a token of it can be taken."""
     try:
         limits = library.LLParserLimits(**_LIMITS)
         matcher = library.LLMatcher(vocabulary, _source(written, library), log_level=0, limits=limits)
@@ -206,8 +184,8 @@ _VALUES = frozenset({"enum", "const", "default", "examples", "required", "x-guid
 
 
 def followed(schema: Any) -> Any:
-    """What a schema asks of a text: without what only annotates, and without keywords that ask for nothing. One that is
-    nested too deeply for this is left to the library, which says so."""
+    """Returns what a schema asks of a text: without what only annotates, and without keywords that ask for nothing. One
+    that is nested too deeply for this is left to the library, which says so."""
     try:
         return _followed(schema)
     except RecursionError:

@@ -51,16 +51,7 @@ class Trials:
         finalize(self, _end_all, self._all)
 
     def verdict(self, written: Written, vocabulary: Callable[[], StructureVocabulary]) -> str | None:
-        """Why a structure cannot be followed; None where it can, in little time and memory.
-
-        Args:
-            written: The structure.
-            vocabulary: Tells that of the model, the same in all calls; asked where a process is started.
-
-        Raises:
-            TrialError: No process can be had.
-            ClosedError: Trials have come to their end.
-        """
+        """Why a structure cannot be followed; None where it can, in little time and memory."""
         key = sha256(f"{written.language}\0{written.text}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if key in self._verdicts:
@@ -123,11 +114,7 @@ class Trials:
 
 
 class _Trier:
-    """One such process.
-
-    Raises:
-        TrialError: It cannot be started.
-    """
+    """One such process."""
 
     def __init__(self) -> None:
         self._was_slow = False
@@ -149,7 +136,7 @@ class _Trier:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it was ended from outside: by the clock, by whoever needed its memory, or by hand."""
+        """Tells whether it was ended from outside: by the clock, by whoever needed its memory, or by hand."""
         return self._was_slow or self._process.returncode == _KILLED
 
     def begin(self, vocabulary: StructureVocabulary) -> None:
@@ -161,11 +148,7 @@ class _Trier:
             raise TrialError(f"a process that tries structures ended before it was ready, with {code}") from None
 
     def reason(self, written: Written) -> str | None:
-        """Why a structure cannot be followed.
-
-        Raises:
-            EOFError: The process has ended over it.
-        """
+        """Why a structure cannot be followed."""
         found: str | None = self._ask({**asdict(written), "seconds": SECONDS, "num_bytes": NUM_BYTES})
         return found
 
@@ -259,7 +242,6 @@ def _limit(seconds: float, num_bytes: int | None) -> None:
     his own for systems that cannot do this.
 
     Args:
-        seconds: Of the processor's time; 0 for no limit.
         num_bytes: Of memory; None for no limit.
     """
     if hasattr(signal, "setitimer"):

@@ -23,7 +23,6 @@ def target_probs(logits: Tensor, rows: Sequence[SamplingParams]) -> Tensor:
 
     Args:
         logits: [n, vocab_size] as `Processing.apply` left them: finite or minus infinity, float32 or wider.
-        rows: Parameters of each row.
     """
     if sampling.usable(logits):
         return sampling.target_probs(
@@ -145,7 +144,6 @@ def processed_logprobs(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
     Args:
         logits: [n, vocab_size] as `Processing.apply` left them.
-        sampling: The request's parameters.
     """
     if sampling.greedy:
         return logits.log_softmax(-1)
@@ -158,8 +156,6 @@ def positions(logprobs: Tensor, token_ids: Sequence[int], count: int, decode: De
     Args:
         logprobs: [n, vocab_size]
         token_ids: [n] tokens that stand there.
-        count: How many others; -1 for all.
-        decode: Text of a token.
     """
     vocab_size = logprobs.shape[-1]
     chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logprobs.device)[:, None])

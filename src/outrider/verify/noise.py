@@ -23,7 +23,7 @@ from outrider.kernels import sampling
 
 
 class Stream(IntEnum):
-    """What a draw is for. Streams are independent, but for GUESS, which reads TARGET's noise."""
+    """Holds what a draw is for. Streams are independent, but for GUESS, which reads TARGET's noise."""
 
     TARGET = 0  # the target's own choice of a token
     DRAFT = 1  # a proposer's draw from its probabilities
@@ -36,32 +36,22 @@ _RACING = frozenset({Stream.TARGET, Stream.GUESS})
 
 
 class Key(NamedTuple):
-    """Names one draw.
+    """Names one draw."""
 
-    Attributes:
-        owner: Sequence id; keeps two requests with the same seed apart in the ledger, and is no part of the noise.
-        seed: The request's seed.
-        sample: Sample index within the request.
-        stream: What the draw is for.
-        position: Index in the sequence of the token being chosen or checked.
-        round: Verify pass of the sequence; 0 for TARGET and RECOVER, which happen once a position.
-        branch: Tells apart draws for one position of one round: the node of a tree. No part of a guess's noise.
-        drafter: Who draws: 0 for the target's own verification and for a sequence's first proposer, others for further
-            proposers and for the members of a nested one. No part of a guess's noise.
-    """
-
-    owner: int
-    seed: int
-    sample: int
-    stream: Stream
-    position: int
-    round: int = 0
-    branch: int = 0
+    owner: int  # sequence id; keeps two requests with the same seed apart in the ledger, and is no part of the noise
+    seed: int  # the request's seed
+    sample: int  # sample index within the request
+    stream: Stream  # what the draw is for
+    position: int  # index in the sequence of the token being chosen or checked
+    round: int = 0  # verify pass of the sequence; 0 for TARGET and RECOVER, which happen once a position
+    branch: int = 0  # tells apart draws for one position of one round: the node of a tree. No part of a guess's noise.
+    # Who draws: 0 for the target's own verification and for a sequence's first proposer, others for further proposers and
+    # for the members of a nested one. No part of a guess's noise.
     drafter: int = 0
 
 
 class NoiseSource(Protocol):
-    """Where chance comes from; `outrider.lab.prove` puts one that takes every branch in the place of the keyed one."""
+    """Says where chance comes from; `outrider.lab.prove` puts one that takes every branch in the place of the keyed one."""
 
     def bernoulli(self, probability: Tensor, keys: Sequence[Key]) -> Tensor:
         """Coins [n] bool that fall True with `probability` [n]; surely never at 0 and always at 1."""

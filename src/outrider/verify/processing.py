@@ -23,15 +23,11 @@ class NothingAllowedError(OutriderError):
 
 @dataclass(frozen=True)
 class Processed:
-    """Logits as the parameters leave them.
+    """Logits as the parameters leave them."""
 
-    Attributes:
-        logits: [num_rows, vocab_size], finite or minus infinity.
-        faults: Rows without probabilities, with what was raised there. Their logits are as they came. Drafts have rows that
-            no text comes to, so a fault ends a request only where its text comes to the row.
-    """
-
-    logits: Tensor
+    logits: Tensor  # [num_rows, vocab_size], finite or minus infinity
+    # Rows without probabilities, with what was raised there. Their logits are as they came. Drafts have rows that no text
+    # comes to, so a fault ends a request only where its text comes to the row.
     faults: dict[int, BaseException]
 
 
@@ -40,14 +36,6 @@ class Processing:
 
     A row is named by its path, the draft tokens between the committed text and the token to be chosen. The target's rows
     and a draft model's both pass through here.
-
-    Args:
-        sampling: The request's parameters.
-        token_ids: Committed tokens, prompt first; grows as the text does.
-        num_prompt_tokens: How many of them are the prompt.
-        end_token_ids: What ends the text, and may not be written before `sampling.min_tokens` output tokens.
-        bad_words: Token sequences that may not be completed.
-        grammar: Where the output stands in its structure, if it has one.
     """
 
     def __init__(
@@ -72,7 +60,7 @@ class Processing:
 
     @property
     def active(self) -> bool:
-        """Whether it may change any logits from here on."""
+        """Tells whether it may change any logits from here on."""
         sampling = self._sampling
         return bool(
             sampling.logit_bias
@@ -86,7 +74,7 @@ class Processing:
 
     @property
     def follows_drafts(self) -> bool:
-        """Whether rows of drafts can be processed from here on."""
+        """Tells whether rows of drafts can be processed from here on."""
         return self._grammar is None or self._grammar.follows_drafts
 
     def apply(self, logits: Tensor, paths: Sequence[Path]) -> Processed:
@@ -97,7 +85,6 @@ class Processing:
 
         Args:
             logits: [num_rows, vocab_size], finite; not written to.
-            paths: Of each row; where one row follows another, it comes later.
         """
         faults: dict[int, BaseException] = {}
         scores = self._penalised(self._biased(logits), paths)
@@ -153,7 +140,8 @@ class Processing:
         return logits - sampling.frequency_penalty * output - sampling.presence_penalty * (output > 0).to(logits)
 
     def _counts(self, paths: Sequence[Path], like: Tensor) -> tuple[Tensor, Tensor]:
-        """How often each token stands in the prompt [vocab_size], and in the output before each row [n, vocab_size]."""
+        """Returns how often each token stands in the prompt [vocab_size], and in the output before each row [n,
+        vocab_size]."""
         vocab_size = like.shape[-1]
         tokens = torch.tensor(list(self._token_ids))
         prompt = torch.bincount(tokens[: self._num_prompt_tokens], minlength=vocab_size)
@@ -182,7 +170,7 @@ class Processing:
         return torch.stack(rows)
 
     def _may_come(self, path: Path, reached: dict[Path, Tensor | None]) -> bool:
-        """Whether a text may come to the row of `path`, as far as the rows before it are among those `reached`."""
+        """Tells whether a text may come to the row of `path`, as far as the rows before it are among those `reached`."""
         if self._is_over(path):
             return False
         if not path or path[:-1] not in reached:
@@ -193,7 +181,7 @@ class Processing:
         return not self._sampling.greedy or int(argmax(before[None])) == token
 
     def _is_over(self, path: Path) -> bool:
-        """Whether the text ends within `path`."""
+        """Tells whether the text ends within `path`."""
         return not self._ends.isdisjoint(path)
 
     def _through_processors(self, committed: list[int], path: Path, row: Tensor) -> Tensor:

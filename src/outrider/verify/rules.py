@@ -58,7 +58,8 @@ def block_acceptance(target_probs: Tensor, draft_probs: Tensor, draft_token_ids:
 
 
 def residual(target_row: Tensor, draft_row: Tensor, weight: Tensor) -> Tensor:
-    """What the target still owes after a rejection: (weight * p - q)+ normalised, [b, v]; p itself where that is empty.
+    """Returns what the target still owes after a rejection: (weight * p - q)+ normalised, [b, v]; p itself where that is
+    empty.
 
     Args:
         target_row: [b, v] at the row after the last accepted token.
@@ -97,23 +98,15 @@ def _ratios(target_probs: Tensor, draft_probs: Tensor, draft_token_ids: Tensor) 
 
 @dataclass(frozen=True)
 class Tree:
-    """What the rules must know of a draft.
+    """Holds what the rules must know of a draft."""
 
-    Attributes:
-        token_ids: Token of each node.
-        parents: Node index of each node's parent; -1 is the root, the last committed token.
-        nodes: The node that each draw proposed.
-        members: The member that made each draw.
-        drawn: By node, those draws of its children that were made from known probabilities, in the order of their tests.
-        walked: By node, its children that were proposed by any other law, by token.
-    """
-
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    nodes: tuple[int, ...]
-    members: tuple[int, ...]
+    token_ids: tuple[int, ...]  # token of each node
+    parents: tuple[int, ...]  # node index of each node's parent; -1 is the root, the last committed token
+    nodes: tuple[int, ...]  # the node that each draw proposed
+    members: tuple[int, ...]  # the member that made each draw
+    # By node, those draws of its children that were made from known probabilities, in the order of their tests.
     drawn: dict[int, list[int]]
-    walked: dict[int, dict[int, int]]
+    walked: dict[int, dict[int, int]]  # by node, its children that were proposed by any other law, by token
 
     @staticmethod
     def of(draft: Draft) -> Tree:
@@ -172,7 +165,6 @@ def recursive_rejection(tree: Tree, target_probs: Tensor, draft_probs: Tensor) -
     draft is followed while it agrees.
 
     Args:
-        tree: The draft.
         target_probs: [num_nodes + 1, vocab_size] the target's probabilities after the root, then after each node.
         draft_probs: [num_draws, vocab_size] what each sampled draw and its siblings of the same member were made from, none
             removed yet.
@@ -211,7 +203,6 @@ def traversal(tree: Tree, target_probs: Tensor, draft_probs: Tensor) -> Conversa
     drawn.
 
     Args:
-        tree: The draft.
         target_probs: [num_nodes + 1, vocab_size] the target's probabilities after the root, then after each node.
         draft_probs: [num_draws, vocab_size] what each sampled draw and its siblings of the same member were made from,
             nothing removed yet.
@@ -273,7 +264,7 @@ def _residual(wanted: Tensor, proposal: Tensor, weight: Tensor) -> Tensor:
 
 
 def _without(proposal: Tensor, token: int) -> Tensor:
-    """What the next sibling was drawn from, after `token` was drawn."""
+    """Returns what the next sibling was drawn from, after `token` was drawn."""
     rest = proposal.clone()
     rest[token] = 0.0
     total = rest.sum()

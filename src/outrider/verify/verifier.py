@@ -38,7 +38,7 @@ RuleName = Literal["auto", "walk", "token", "block", "coupled"]
 
 
 class Rule(Enum):
-    """How a draft is checked; see verify/rules.py, verify/rules.py and the docs for each rule's source."""
+    """Says how a draft is checked; see verify/rules.py, verify/rules.py and the docs for each rule's source."""
 
     WALK = auto()  # R2, and RC for coupled drafts: the target draws at each node, and the draft is followed while it agrees
     TOKEN = auto()  # R1, chains
@@ -49,36 +49,29 @@ class Rule(Enum):
 
 @dataclass(frozen=True)
 class CandidateKeys:
-    """How the draws that decide on one draft are named.
+    """Says how the draws that decide on one draft are named."""
 
-    Attributes:
-        owner: Sequence id.
-        seed: Of the sequence's noise.
-        sample: Sample index within the request.
-        round: Verify pass of the sequence.
-        position: Index in the text of the draft's first token.
-        drafter: 0 for the engine's verification; a proposer that verifies the guess of its own drafter has another, so
-            that its draws have nothing to do with the target's.
-        coupled: Whether such a proposer is to choose its tokens with the target's noise nonetheless, as a coupled guess.
-    """
-
-    owner: int
-    seed: int
-    sample: int
-    round: int
-    position: int
+    owner: int  # sequence id
+    seed: int  # of the sequence's noise
+    sample: int  # sample index within the request
+    round: int  # verify pass of the sequence
+    position: int  # index in the text of the draft's first token
+    # 0 for the engine's verification; a proposer that verifies the guess of its own drafter has another, so that its draws
+    # have nothing to do with the target's.
     drafter: int = 0
+    # Whether such a proposer is to choose its tokens with the target's noise nonetheless, as a coupled guess.
     coupled: bool = False
 
     def coin(self, draw: int, depth: int) -> Key:
-        """Of the coin of a draw, whose node is `depth` tokens below the root. A position's coin may be tossed again in a
+        """Names the coin of a draw, whose node is `depth` tokens below the root. A position's coin may be tossed again in a
         later round, after a rejection before it; hence the round."""
         position = self.position + depth - 1
         return Key(self.owner, self.seed, self.sample, Stream.ACCEPT, position, self.round, draw, self.drafter)
 
     def next(self, depth: int, *, owed: bool) -> Key:
-        """Of the token after a node at `depth`, from the target's own probabilities or from what they still owe after a
-        rejection. The engine comes to a position once; a proposer that verifies comes again in another round."""
+        """Names the draw of the token after a node at `depth`, from the target's own probabilities or from what they still
+        owe after a rejection. The engine comes to a position once; a proposer that verifies comes again in another
+        round."""
         own = Stream.GUESS if self.coupled else Stream.TARGET
         stream, position = Stream.RECOVER if owed else own, self.position + depth
         round_ = self.round if self.drafter else 0
@@ -87,42 +80,27 @@ class CandidateKeys:
 
 @dataclass(frozen=True)
 class DraftCandidate:
-    """A draft to check.
+    """A draft to check."""
 
-    Attributes:
-        draft: Empty where nothing was drafted.
-        rows: (first, end) rows of the logits: the token that the draft follows, then its nodes.
-        sampling: The request's parameters.
-        keys: Names of its draws.
-        rule: See `rule_for`.
-        coins: Where the coins that were tossed are recorded; None where nobody asked.
-        residuals: Where those probabilities [vocab_size] are recorded from which a token was drawn after a refusal, by the
-            node that it follows. Nothing is recorded where coins are not.
-    """
-
-    draft: Draft
-    rows: tuple[int, int]
-    sampling: SamplingParams
-    keys: CandidateKeys
-    rule: Rule
-    coins: list[CoinToss] | None = None
+    draft: Draft  # empty where nothing was drafted
+    rows: tuple[int, int]  # (first, end) rows of the logits: the token that the draft follows, then its nodes
+    sampling: SamplingParams  # the request's parameters
+    keys: CandidateKeys  # names of its draws
+    rule: Rule  # see `rule_for`
+    coins: list[CoinToss] | None = None  # where the coins that were tossed are recorded; None where nobody asked
+    # Where those probabilities [vocab_size] are recorded from which a token was drawn after a refusal, by the node that it
+    # follows. Nothing is recorded where coins are not.
     residuals: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What stands.
+    """Holds what stands."""
 
-    Attributes:
-        path: Accepted nodes, root side first.
-        token_id: The one more token.
-        origin: How it came about.
-        chances: The target's own probability of each of these tokens, 1 where it is greedy; empty for tested chains.
-    """
-
-    path: tuple[int, ...]
-    token_id: int
-    origin: TokenOrigin
+    path: tuple[int, ...]  # accepted nodes, root side first
+    token_id: int  # the one more token
+    origin: TokenOrigin  # how it came about
+    # The target's own probability of each of these tokens, 1 where it is greedy; empty for tested chains.
     chances: tuple[float, ...] = ()
 
 
@@ -131,11 +109,6 @@ def rule_for(draft: Draft, rule_name: RuleName, *, coupled: bool = False) -> Rul
 
     Which of the two ratio tests is taken follows from what was asked for alone: R1 is R4 on a chain, and R3 is R5 on a
     chain. If nodes that another proposer adds behind drawn ones changed the test, it would depend on what was drawn.
-
-    Args:
-        draft: The draft.
-        rule_name: As asked for; "auto" takes block verification, or on trees traversal, where it applies.
-        coupled: Whether the text must be a function of the target's noise alone, as a seed promises.
     """
     laws = set(draft.laws)
     if coupled or Law.SAMPLED not in laws or Law.COUPLED in laws or rule_name in ("walk", "coupled"):
@@ -147,11 +120,7 @@ def rule_for(draft: Draft, rule_name: RuleName, *, coupled: bool = False) -> Rul
 
 
 class Verifier:
-    """Checks all drafts of a step.
-
-    Args:
-        noise: The only source of chance.
-    """
+    """Checks all drafts of a step."""
 
     def __init__(self, noise: NoiseSource) -> None:
         self.noise = noise
@@ -160,7 +129,6 @@ class Verifier:
         """Verdicts in the order of `candidates`.
 
         Args:
-            candidates: One for each sequence whose next token is due.
             logits: [num_logits, vocab_size] as `Processing.apply` left them, finite or minus infinity.
         """
         verdicts: dict[int, Verdict] = {}

@@ -199,7 +199,7 @@ def _dflash_prefixes(config: FeatureHeadConfig) -> dict[str, str]:
 
 
 def _reaches(values: Values, num_layers: int) -> tuple[BlockReach, ...]:
-    """How far rows see, by layer."""
+    """Returns how far rows see, by layer."""
     causal, path = values.get(_CAUSAL), values.file.path
     if causal is not None and not isinstance(causal, bool):
         raise ModelLoadError(path, f"its {_DFLASH}.{_CAUSAL} is {causal!r}, and neither true nor false", AGAIN)

@@ -42,7 +42,7 @@ _OF_TWO_LAYERS = ("nemotron_h",)
 
 
 class _Layout(NamedTuple):
-    """How a family names these tensors."""
+    """Says how a family names these tensors."""
 
     prefix: str  # what comes before the names in a layer, with {} for its number
     own: Mapping[str, str]  # names here of tensors beside the decoder layer, by theirs

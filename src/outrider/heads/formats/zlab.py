@@ -114,7 +114,8 @@ ZLAB_DFLASH = Format(
 
 
 def read_reaches(folder: str, layers: Any, *, causal: bool, causal_in_windows: bool) -> tuple[BlockReach, ...]:
-    """How far rows see, by layer: whether they see no later rows in layers without a window, and in those with one."""
+    """Returns how far rows see, by layer: whether they see no later rows in layers without a window, and in those with
+    one."""
     found = []
     for kind in layers.layer_types:
         if kind not in (FULL, SLIDING):

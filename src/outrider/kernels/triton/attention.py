@@ -44,7 +44,6 @@ class TritonAttention:
 
     Args:
         rows: The rows. Their lists are copied to the device once for each number of query heads that share a KV head.
-        device: Where queries, keys and values lie.
         room: Of lists that are written anew for other rows, as a CUDA graph needs it. None for lists of these rows alone.
     """
 
@@ -184,7 +183,8 @@ def _find(
     SOFTCAP: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
     TREES: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """What the rows of a tile find in a split of their text: sums of values, the largest score, the total of weights."""
+    """Computes what the rows of a tile find in a split of their text: sums of values, the largest score, the total of
+    weights."""
     kv_head, split, num_splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     num_kv_heads = tl.num_programs(1)
     tiles += tl.program_id(0) * 4
@@ -249,7 +249,7 @@ def _find(
 
 @triton.jit
 def _path(path_at, paths, row, positions, start, at):
-    """Where the positions `at` [TILE] on the path of a tree's row lie in its text, and which of them it has."""
+    """Finds where the positions `at` [TILE] on the path of a tree's row lie in its text, and which of them it has."""
     inside = at <= tl.load(positions + row)
     behind = tl.load(paths + tl.load(path_at + row) + at - start, inside & (at >= start), 0)
     return tl.where(at < start, at, start + behind), inside
@@ -301,49 +301,30 @@ ALIGNED = 4
 
 @dataclass(frozen=True)
 class TileRoom:
-    """Room for the lists of any rows of a shape.
+    """Room for the lists of any rows of a shape."""
 
-    Attributes:
-        rows: As many as there are.
-        splits: Of the longest text, at least.
-        tables: Entries of all block tables, at least.
-        paths: Entries of the paths of all trees, at least; 0 where no row is of a tree.
-    """
-
-    rows: int
-    splits: int
-    tables: int
-    paths: int
+    rows: int  # as many as there are
+    splits: int  # of the longest text, at least
+    tables: int  # entries of all block tables, at least
+    paths: int  # entries of the paths of all trees, at least; 0 where no row is of a tree
 
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Rows of a pass on a device. All numbers are int32, and all tensors are parts of one, which is copied once.
+    """Rows of a pass on a device. All numbers are int32, and all tensors are parts of one, which is copied once."""
 
-    Attributes:
-        tiles: [num_tiles, 4] a tile's first row, how many rows it has, the tokens before the rows of its sequence, and
-            where the block table of the sequence begins. Where there is room for more, tiles without rows are the last.
-        positions: [num_rows]
-        path_at: [num_rows] where the path of a tree's row begins in `paths`; -1 for rows of a chain.
-        paths: For each row of a tree the rows of its sequence from its root to itself, by number within the sequence.
-        tables: The block tables, one after another.
-        spans: (first, end) rows of each tile; None where all tiles attend at once.
-        longest: The number of positions of the longest text.
-        has_trees: Whether some rows are of a tree.
-        block_size: Tokens a block.
-        numbers: All of these numbers.
-    """
-
+    # [num_tiles, 4] a tile's first row, how many rows it has, the tokens before the rows of its sequence, and where the
+    # block table of the sequence begins. Where there is room for more, tiles without rows are the last.
     tiles: Tensor
-    positions: Tensor
-    path_at: Tensor
-    paths: Tensor
-    tables: Tensor
-    spans: list[tuple[int, int]] | None
-    longest: int
-    has_trees: bool
-    block_size: int
-    numbers: Numbers
+    positions: Tensor  # [num_rows]
+    path_at: Tensor  # [num_rows] where the path of a tree's row begins in `paths`; -1 for rows of a chain
+    paths: Tensor  # for each row of a tree the rows of its sequence from its root to itself, by number within the sequence
+    tables: Tensor  # the block tables, one after another
+    spans: list[tuple[int, int]] | None  # (first, end) rows of each tile; None where all tiles attend at once
+    longest: int  # the number of positions of the longest text
+    has_trees: bool  # whether some rows are of a tree
+    block_size: int  # tokens a block
+    numbers: Numbers  # all of these numbers
 
     @classmethod
     def of(cls, rows: PassRows, rows_at_once: int, device: torch.device, room: TileRoom | None = None) -> RowTiles:
@@ -421,7 +402,6 @@ def write_rows(keys: Tensor, values: Tensor, key_memory: Tensor, value_memory: T
 
     Args:
         keys, values: Of the new rows, of one dtype with the memory. The width of values may be another one.
-        key_memory, value_memory: The memory of a layer, contiguous.
         slots: [num_rows] int64, where each row goes.
     """
     if not len(keys):

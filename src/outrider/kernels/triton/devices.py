@@ -21,7 +21,7 @@ _OLDEST = (8, 0)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether the kernels compute on tensors of this device: a GPU of NVIDIA of compute capability 8.0 or newer.
+    """Tells whether the kernels compute on tensors of this device: a GPU of NVIDIA of compute capability 8.0 or newer.
 
     With OUTRIDER_KERNELS=triton they do so on a CPU, too, where TRITON_INTERPRET=1 lets Triton interpret them.
     """
@@ -43,12 +43,6 @@ def _is_new(device: torch.device) -> bool:
 
 class Numbers:
     """Lists of numbers on a device, which lie in one tensor, so that one copy writes them all. They may be written anew.
-
-    Args:
-        sizes: How many numbers each list has room for.
-        dtype: Of all of them.
-        device: Where they lie.
-        aligned: Each list begins at a multiple of so many numbers.
 
     Attributes:
         parts: The lists, on the device.

@@ -20,7 +20,7 @@ OPTIONS = {"enable_fp_fusion": False}
 
 
 class NormForm(IntEnum):
-    """How a norm multiplies with its weight: w * round(x), round(w * x), or round((1 + w) * x)."""
+    """Says how a norm multiplies with its weight: w * round(x), round(w * x), or round((1 + w) * x)."""
 
     ROUNDED = 0
     EXACT = 1
@@ -61,7 +61,7 @@ def _rms_norm(
 
 
 def rotates(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether `rotate` takes these: one known dtype, and heads that turn as a whole."""
+    """Tells whether `rotate` takes these: one known dtype, and heads that turn as a whole."""
     same = query.dtype == key.dtype == cos.dtype == sin.dtype and query.dtype in KNOWN_DTYPES
     width = query.shape[-1] == key.shape[-1] == cos.shape[-1] == sin.shape[-1]
     shaped = query.dim() == key.dim() == 4 and cos.dim() == sin.dim() == 3 and len(query) == len(key) == len(cos) == 1

@@ -173,7 +173,8 @@ def _mass(logits, size, largest, temperature, floor, edge, BITS: tl.constexpr, E
 def _nucleus(
     logits, size, largest, temperature, floor, nucleus, BITS: tl.constexpr, ENTRIES: tl.constexpr, DIGITS: tl.constexpr
 ):  # fmt: skip
-    """What top_p keeps: the key of the smallest weight, how many of those that are equal to it, and the sum of all kept."""
+    """Finds what top_p keeps: the key of the smallest weight, how many of those that are equal to it, and the sum of all
+    kept."""
     entries, digits = tl.arange(0, ENTRIES), tl.arange(0, DIGITS)
     edge = floor * 0
     ties = tl.full([], 2147483647, tl.int32)

@@ -21,28 +21,22 @@ _REPLAYS = (
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A way to draft, with its figures over all cells of a group that count.
+    """A way to draft, with its figures over all cells of a group that count."""
 
-    Attributes:
-        name: The name of the way.
-        speedup: The speedup over plain decoding: the median over cells of their medians, and the range over all rounds.
-        num_rounds: The number of rounds in all cells.
-        clear: The workloads in which every round was faster than plain decoding.
-    """
-
-    name: str
+    name: str  # the name of the way
+    # The speedup over plain decoding: the median over cells of their medians, and the range over all rounds.
     speedup: Spread
-    num_rounds: int
-    clear: tuple[str, ...]
+    num_rounds: int  # the number of rounds in all cells
+    clear: tuple[str, ...]  # the workloads in which every round was faster than plain decoding
 
     @property
     def pays(self) -> bool:
-        """Whether there were several rounds, and each was faster than plain decoding."""
+        """Tells whether there were several rounds, and each was faster than plain decoding."""
         return self.speedup.low > 1.0 and self.num_rounds > 1
 
     @property
     def costs(self) -> bool:
-        """Whether there were several rounds, and each was slower than plain decoding."""
+        """Tells whether there were several rounds, and each was slower than plain decoding."""
         return self.speedup.high < 1.0 and self.num_rounds > 1
 
 
@@ -100,11 +94,10 @@ def _candidate(name: str, cells: Sequence[CellResult]) -> _Candidate | None:
 
 
 def _outcome(best: _Candidate | None, *, looping: bool) -> Outcome:
-    """What to recommend.
+    """Returns what to recommend.
 
     Args:
         best: The best way whose figures count. None where there is none.
-        looping: Whether some way drafted. Where no figures count, its text loops.
     """
     if best is None:
         return Outcome.LOOPS if looping else Outcome.PLAIN
@@ -152,5 +145,5 @@ def _disturbed(names: Sequence[str]) -> str:
 
 
 def _recipe(name: str, cells: Sequence[CellResult]) -> Recipe | None:
-    """How to use a way. None for results that were kept before there were recipes."""
+    """Returns how to use a way. None for results that were kept before there were recipes."""
     return next((found.recipes[name] for found in cells if name in found.recipes), None)

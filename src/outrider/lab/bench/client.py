@@ -40,15 +40,8 @@ AS_SERVED = "as served"
 class ClientSession:
     """One run against one server.
 
-    Args:
-        settings: What to measure; `bench_client` is the address, with or without /v1. The key is taken from OPENAI_API_KEY.
-        progress: The callbacks that show how far the run is.
-
     Attributes:
         measured: The cells of this run, in their order.
-
-    Raises:
-        InputError: A file cannot be read, or a way cannot be asked for.
     """
 
     def __init__(self, settings: BenchSettings, progress: Progress | None = None) -> None:
@@ -65,10 +58,6 @@ class ClientSession:
 
         Returns:
             The results of this run. They replace what `out` held.
-
-        Raises:
-            EngineAnswerError: The server does not answer, or with an error.
-            InvalidParameterError: The folder cannot be used.
         """
         store, results = Store(self._settings.out), Results(machine=machine.describe(usable_device(None)))
         model = self._settings.model or self._first_model()
@@ -186,21 +175,13 @@ def _asked_way(text: str) -> tuple[str, dict[str, Any]]:
 
 @dataclass
 class Answer:
-    """One streamed text.
+    """One streamed text."""
 
-    Attributes:
-        arrivals: When parts of it came.
-        num_tokens: Its tokens, as the server counts them; else its parts.
-        drafts: What one of our own servers says of its drafts.
-        num_passes: Passes of the target, as one of our own servers counts them.
-        said: The last thing that was no part of the text.
-    """
-
-    arrivals: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    drafts: RequestStats | None = None
-    num_passes: int | None = None
-    said: str = ""
+    arrivals: list[float] = field(default_factory=list)  # when parts of it came
+    num_tokens: int = 0  # its tokens, as the server counts them; else its parts
+    drafts: RequestStats | None = None  # what one of our own servers says of its drafts
+    num_passes: int | None = None  # passes of the target, as one of our own servers counts them
+    said: str = ""  # the last thing that was no part of the text
 
     def take(self, chunk: Mapping[str, Any], now: float) -> None:
         """One event of the stream."""

@@ -29,33 +29,21 @@ _FULL_CONTEXTS = (128, 1000, 1900)
 
 @dataclass(frozen=True)
 class CostPlan:
-    """The passes to time.
+    """The passes to time."""
 
-    Attributes:
-        contexts: The numbers of tokens behind which rows are timed.
-        rows: The numbers of rows.
-        parts: (tokens before it, rows) of every part of a prompt.
-        limit: The most tokens of the text.
-        row_repeats, part_repeats: How often a pass is timed.
-    """
-
-    contexts: tuple[int, ...]
-    rows: tuple[int, ...]
-    parts: tuple[tuple[int, int], ...]
-    limit: int
-    row_repeats: int
-    part_repeats: int
+    contexts: tuple[int, ...]  # the numbers of tokens behind which rows are timed
+    rows: tuple[int, ...]  # the numbers of rows
+    parts: tuple[tuple[int, int], ...]  # (tokens before it, rows) of every part of a prompt
+    limit: int  # the most tokens of the text
+    row_repeats: int  # how often a pass is timed
+    part_repeats: int  # how often a pass is timed
 
     @classmethod
     def of(cls, settings: BenchSettings, limit: int) -> Self:
         """The passes of a run.
 
         Args:
-            settings: What was asked for.
             limit: The context of the model, in tokens.
-
-        Raises:
-            InvalidParameterError: What was asked for does not fit into the context.
         """
         for field, asked in (("context", settings.contexts), ("chunk", settings.chunks)):
             for value in asked:
@@ -81,7 +69,7 @@ class CostPlan:
         return self.row_repeats + self.part_repeats + 2
 
     def covered(self, known: ModelResult | None) -> bool:
-        """Whether results hold all these passes."""
+        """Tells whether results hold all these passes."""
         if known is None or known.doubt is not None:
             return False
         parts = {(part.start, part.rows) for part in known.prefill}
@@ -91,9 +79,7 @@ class CostPlan:
         """Time all passes.
 
         Args:
-            runner: The runner of the model. Its KV memory is left alone.
             positions: How many positions the rotary range was stretched to. None where it was not.
-            on_round: Called after each round.
         """
         model = runner.loaded.model
         ends = [context + n for context in self.contexts for n in self.rows] + [start + n for start, n in self.parts]
@@ -127,11 +113,8 @@ def prefill(
     """The median seconds of passes over parts of a prompt. A round times every part once.
 
     Args:
-        timer: The text whose passes are timed.
         places: (tokens before the rows, rows) of each pass.
         arithmetic: What a pass computes. None where it cannot be counted.
-        repeats: The number of rounds, after one that does not count.
-        on_round: Called after each round.
     """
     times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for turn in range(repeats + 1):
@@ -154,19 +137,13 @@ def prefill(
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The numbers from which the operations of a pass follow. A multiplication with its addition counts as two.
+    """The numbers from which the operations of a pass follow. A multiplication with its addition counts as two."""
 
-    Attributes:
-        row_weights: The weights of all layers that every row is multiplied with.
-        head_weights: The weights of the output head, for rows whose logits are wanted.
-        pair_operations: The operations of one layer for a row and a key that it sees, over all heads.
-        reaches: How far each layer looks back.
-    """
-
-    row_weights: int
-    head_weights: int
+    row_weights: int  # the weights of all layers that every row is multiplied with
+    head_weights: int  # the weights of the output head, for rows whose logits are wanted
+    # The operations of one layer for a row and a key that it sees, over all heads.
     pair_operations: tuple[int, ...]  # by layer
-    reaches: tuple[LayerReach, ...]
+    reaches: tuple[LayerReach, ...]  # how far each layer looks back
 
     @classmethod
     def of(cls, model: Any) -> Self | None:

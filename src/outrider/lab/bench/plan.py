@@ -35,33 +35,20 @@ _QUICK_NUM_PROMPTS, _QUICK_MAX_TOKENS = 2, 16
 
 
 class Cell(BaseModel):
-    """One comparison, in which every way writes the same prompts in the same rounds.
-
-    Attributes:
-        model: Folder, hub id, "embedded" or "wide".
-        dtype: The type of the weights.
-        workload: The name of the workload. It is "replay/..." for forced texts.
-        sampling: "greedy", "T=1" or "replay".
-        batch: The number of texts at a time.
-        num_prompts: The prompts that every way writes, in rounds of `batch`. The last round is filled up.
-        max_tokens: The output tokens of a text. A replay has its own lengths.
-        ways: The names of the ways, plain decoding first.
-        peers: The peers beside them, with their versions.
-        tasks: A digest of the prompts.
-    """
+    """One comparison, in which every way writes the same prompts in the same rounds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str
-    dtype: str
-    workload: str
-    sampling: str
-    batch: int
-    num_prompts: int
-    max_tokens: int
-    ways: tuple[str, ...]
-    peers: tuple[str, ...] = ()
-    tasks: str
+    model: str  # folder, hub id, "embedded" or "wide"
+    dtype: str  # the type of the weights
+    workload: str  # the name of the workload. It is "replay/..." for forced texts.
+    sampling: str  # "greedy", "T=1" or "replay"
+    batch: int  # the number of texts at a time
+    num_prompts: int  # the prompts that every way writes, in rounds of `batch`. The last round is filled up.
+    max_tokens: int  # the output tokens of a text. A replay has its own lengths.
+    ways: tuple[str, ...]  # the names of the ways, plain decoding first
+    peers: tuple[str, ...] = ()  # the peers beside them, with their versions
+    tasks: str  # a digest of the prompts
 
     @property
     def key(self) -> str:
@@ -100,16 +87,11 @@ class CellPlan:
     """Everything that a run will measure. It is known before a model is loaded.
 
     Args:
-        settings: The settings of the run.
-        model: The name of the model in reports.
         draft_model: The draft model for the ways that need one. None where there is none.
 
     Attributes:
         tasks: The tasks by workload.
         ways: The ways to decode, plain decoding first.
-
-    Raises:
-        InputError: A file cannot be read, or a way is unknown or cannot be used.
     """
 
     def __init__(self, settings: BenchSettings, model: str, draft_model: str | None) -> None:
@@ -138,12 +120,7 @@ class CellPlan:
         return [way for way in self.ways if way.name in cell.ways]
 
     def cells(self, dtype: str, peers: Sequence[str] = ()) -> list[Cell]:
-        """The cells of one precision.
-
-        Args:
-            dtype: The type of the weights as they were loaded.
-            peers: The peers that take part, with their versions.
-        """
+        """The cells of one precision."""
         return [self._cell(dtype, *load, peers) for load in self._loads()]
 
     def _loads(self) -> Iterator[tuple[str, str, int]]:

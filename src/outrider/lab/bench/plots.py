@@ -25,7 +25,7 @@ _LEAST_TRIES = 10
 
 
 def available() -> bool:
-    """Whether matplotlib is installed. The extra `bench` installs it."""
+    """Tells whether matplotlib is installed. The extra `bench` installs it."""
     return find_spec("matplotlib") is not None
 
 

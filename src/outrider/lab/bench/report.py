@@ -52,11 +52,6 @@ def tables(results: Results, cells: Sequence[CellResult], width: int) -> list[Ta
     """Tables for the terminal: what a pass costs, and then the speed and the drafts of each cell.
 
     The first table of a kind says below what its columns mean.
-
-    Args:
-        results: The results.
-        cells: The cells whose speed is shown.
-        width: Characters of a line. Columns that have no room go into a further table below.
     """
     from rich.table import Table
 
@@ -89,7 +84,7 @@ def _parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 
 
 def _legends(sections: Iterable[Section]) -> dict[tuple[str, ...], str]:
-    """What the columns of each kind of table mean, and the marks that stand in it."""
+    """Returns what the columns of each kind of table mean, and the marks that stand in it."""
     cells: dict[tuple[str, ...], list[str]] = {}
     for _, columns, rows in sections:
         cells.setdefault(columns, []).extend(cell for row in rows for cell in row)
@@ -120,14 +115,7 @@ def pasted(advice: Advice) -> list[str]:
 
 
 def markdown(results: Results, cells: Sequence[CellResult], command: str, plots: Iterable[str] = ()) -> str:
-    """A page for a document.
-
-    Args:
-        results: The results, with machine, costs and notes.
-        cells: The cells that the page shows.
-        command: The command that makes the page.
-        plots: The names of image files beside it.
-    """
+    """A page for a document."""
     lines = ["# Benchmark", "", f"{machine_line(results)} Made by `{command}`.", ""]
     lines += [f"- {note}" for note in results.remarks]
     lines += ["", f"## {HEADING}"]

@@ -32,96 +32,64 @@ _EARLIER_CONTEXT = 128
 
 
 class WayResult(BaseModel):
-    """The figures of one way in one cell. A figure is None where it cannot be known.
-
-    Attributes:
-        name: "draft_model k=3", or "PEER: mode" for a peer.
-        peer: The peer to which the way belongs. None for a way of our own.
-        tokens_per_second: The speed of decoding: the tokens after the first step, over the time after it.
-        whole_tokens_per_second: All tokens over the whole time, prompts included.
-        speedup: The speed of decoding over that of our plain decoding in the same round.
-        whole_speedup: The same ratio with prompts included.
-        time_to_first_token: Seconds until the first token.
-        gap_p50, gap_p99: The median and the 99th percentile of the seconds between arrivals within a text.
-        num_tokens: The tokens written in all rounds.
-        tau: The mean acceptance length, 1 + accepted / verified drafts. Where a peer does not count these, it is the
-            number of tokens per pass.
-        tokens_per_pass: The tokens over the passes of the target, including passes without a draft.
-        draft_length: The mean number of positions of a draft.
-        rows: The mean number of rows of a pass that verified a draft: the draft tokens and one more.
-        acceptance: The conditional acceptance over all positions together.
-        acceptance_by_position: The conditional acceptance at each position. None where no draft reached the position.
-        tries_by_position: The number of drafts behind each of these.
-        expected_tokens: (1 - a^(K+1)) / (1 - a) for that acceptance and draft length.
-        eta: speedup / tau.
-        eta_limit: 1 / C for those rows, behind the measured context that is nearest to the length of the texts. This is
-            what eta would be if only the pass of the target cost time.
-        shares: The shares of a step's time by phase: propose, forward, verify, host.
-        peak_resident, peak_cuda: Peaks of memory in bytes.
-        bandwidth_share: The bytes of weights read per second, over what the machine can read. Known for plain decoding in
-            batch 1.
-        repeated_8grams: The median over texts of the share of repeated 8-grams.
-        loops: Whether that share is too large for a headline.
-        disturbed: Whether other work disturbed it so that its speed cannot be true. Then its speedups are None.
-    """
+    """The figures of one way in one cell. A figure is None where it cannot be known."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
-    peer: str | None = None
-    tokens_per_second: Spread | None
-    whole_tokens_per_second: Spread
-    speedup: Spread | None = None
-    whole_speedup: Spread | None = None
-    time_to_first_token: Spread | None = None
-    gap_p50: float | None = None
-    gap_p99: float | None = None
-    num_tokens: int
+    name: str  # "draft_model k=3", or "PEER: mode" for a peer
+    peer: str | None = None  # the peer to which the way belongs. None for a way of our own.
+    tokens_per_second: Spread | None  # the speed of decoding: the tokens after the first step, over the time after it
+    whole_tokens_per_second: Spread  # all tokens over the whole time, prompts included
+    speedup: Spread | None = None  # the speed of decoding over that of our plain decoding in the same round
+    whole_speedup: Spread | None = None  # the same ratio with prompts included
+    time_to_first_token: Spread | None = None  # seconds until the first token
+    gap_p50: float | None = None  # the median and the 99th percentile of the seconds between arrivals within a text
+    gap_p99: float | None = None  # the median and the 99th percentile of the seconds between arrivals within a text
+    num_tokens: int  # the tokens written in all rounds
+    # The mean acceptance length, 1 + accepted / verified drafts. Where a peer does not count these, it is the number of
+    # tokens per pass.
     tau: float | None = None
-    tokens_per_pass: float | None = None
-    draft_length: float | None = None
-    rows: float | None = None
-    acceptance: float | None = None
+    tokens_per_pass: float | None = None  # the tokens over the passes of the target, including passes without a draft
+    draft_length: float | None = None  # the mean number of positions of a draft
+    rows: float | None = None  # the mean number of rows of a pass that verified a draft: the draft tokens and one more
+    acceptance: float | None = None  # the conditional acceptance over all positions together
+    # The conditional acceptance at each position. None where no draft reached the position.
     acceptance_by_position: list[float | None] = []
-    tries_by_position: list[int] = []
-    expected_tokens: float | None = None
-    eta: float | None = None
+    tries_by_position: list[int] = []  # the number of drafts behind each of these
+    expected_tokens: float | None = None  # (1 - a^(K+1)) / (1 - a) for that acceptance and draft length
+    eta: float | None = None  # speedup / tau
+    # 1 / C for those rows, behind the measured context that is nearest to the length of the texts. This is what eta would
+    # be if only the pass of the target cost time.
     eta_limit: float | None = None
-    shares: dict[str, float] = {}
-    peak_resident: int | None = None
-    peak_cuda: int | None = None
+    shares: dict[str, float] = {}  # the shares of a step's time by phase: propose, forward, verify, host
+    peak_resident: int | None = None  # peaks of memory in bytes
+    peak_cuda: int | None = None  # peaks of memory in bytes
+    # The bytes of weights read per second, over what the machine can read. Known for plain decoding in batch 1.
     bandwidth_share: float | None = None
-    repeated_8grams: float
-    loops: bool
-    disturbed: bool = False
+    repeated_8grams: float  # the median over texts of the share of repeated 8-grams
+    loops: bool  # whether that share is too large for a headline
+    disturbed: bool = False  # whether other work disturbed it so that its speed cannot be true. Then its speedups are None.
 
     @property
     def plain(self) -> bool:
-        """Whether this is our own plain decoding."""
+        """Tells whether this is our own plain decoding."""
         return self.peer is None and self.name == "plain"
 
     @property
     def drafted(self) -> bool:
-        """Whether any draft was verified."""
+        """Tells whether any draft was verified."""
         return self.tau is not None
 
 
 class CellResult(BaseModel):
-    """A cell, and its ways in the order of their turns.
-
-    Attributes:
-        cell: The cell.
-        ways: The figures of every way that wrote all texts.
-        dropouts: Who failed, and why.
-        recipes: How to use each of our own ways, by its name.
-    """
+    """A cell, and its ways in the order of their turns."""
 
     model_config = ConfigDict(extra="forbid")
 
-    cell: Cell
-    ways: list[WayResult]
-    dropouts: list[str] = []
-    recipes: dict[str, Recipe] = {}
+    cell: Cell  # the cell
+    ways: list[WayResult]  # the figures of every way that wrote all texts
+    dropouts: list[str] = []  # who failed, and why
+    recipes: dict[str, Recipe] = {}  # how to use each of our own ways, by its name
 
     @property
     def disturbed(self) -> list[str]:
@@ -129,7 +97,8 @@ class CellResult(BaseModel):
         return [way.name for way in self.ways if way.disturbed]
 
     def flatters(self, way: WayResult) -> bool:
-        """Whether a way wrote greedy text that loops. Every proposer guesses it, so its figures must not be a headline."""
+        """Tells whether a way wrote greedy text that loops. Every proposer guesses it, so its figures must not be a
+        headline."""
         return way.loops and self.cell.sampling == "greedy"
 
     @property
@@ -150,21 +119,15 @@ class CellResult(BaseModel):
 
 
 class PrefillResult(BaseModel):
-    """One pass over a part of a prompt.
-
-    Attributes:
-        start: The tokens before its rows.
-        rows: Its rows.
-        seconds: Its time.
-        operations: Its multiplications and additions: the products with weights, the output head for one row, and the
-            attention of every row to all that it sees. None where they depend on the tokens.
-    """
+    """One pass over a part of a prompt."""
 
     model_config = ConfigDict(extra="forbid")
 
-    start: int
-    rows: int
-    seconds: float
+    start: int  # the tokens before its rows
+    rows: int  # its rows
+    seconds: float  # its time
+    # Its multiplications and additions: the products with weights, the output head for one row, and the attention of every
+    # row to all that it sees. None where they depend on the tokens.
     operations: int | None
 
     @property
@@ -177,25 +140,18 @@ class PrefillResult(BaseModel):
 
 
 class ModelResult(BaseModel):
-    """The costs of a model in one precision.
-
-    Attributes:
-        pass_seconds: The seconds of a pass by the number of tokens before its rows, and by its number of rows.
-        prefill: The passes over parts of a prompt.
-        positions: How many positions its rotary range was stretched to for these passes. None where it was not.
-        weight_bytes: The bytes of weights that decoding a token reads. None for mixtures of experts.
-        num_parameters: The number of parameters.
-        doubt: Why the times cannot be believed; None where they can. Those that cannot are not kept.
-    """
+    """The costs of a model in one precision."""
 
     model_config = ConfigDict(extra="forbid")
 
+    # The seconds of a pass by the number of tokens before its rows, and by its number of rows.
     pass_seconds: dict[int, dict[int, float]]
-    prefill: list[PrefillResult] = []
+    prefill: list[PrefillResult] = []  # the passes over parts of a prompt
+    # How many positions its rotary range was stretched to for these passes. None where it was not.
     positions: int | None = None
-    weight_bytes: int | None
-    num_parameters: int
-    doubt: str | None = None
+    weight_bytes: int | None  # the bytes of weights that decoding a token reads. None for mixtures of experts.
+    num_parameters: int  # the number of parameters
+    doubt: str | None = None  # why the times cannot be believed; None where they can. Those that cannot are not kept.
 
     @model_validator(mode="before")
     @classmethod
@@ -219,7 +175,7 @@ class ModelResult(BaseModel):
 
 
 class Outcome(StrEnum):
-    """What an advice recommends."""
+    """Holds what an advice recommends."""
 
     PAYS = "pays"
     UNCLEAR = "unclear"
@@ -230,54 +186,37 @@ class Outcome(StrEnum):
 
 
 class Advice(BaseModel):
-    """What pays in one precision, sampled one way, so many texts at a time.
-
-    Attributes:
-        group: "model, dtype, sampling, batch n".
-        outcome: PAYS where a way was faster than plain decoding in each of several rounds; PLAIN where the best was slower
-            in each, or where none drafted; UNCLEAR where rounds disagree or there was only one; LOOPS where all text
-            repeats itself and says nothing; ABSENT where no way to draft took part.
-        way: The best way to draft. None where no way drafted text that counts.
-        speedup: The speed of its decoding over plain decoding: the median over workloads, and the range over all rounds.
-        never_drafted: The ways that never found anything to draft.
-        text: All of this in sentences.
-        python, command: A line of Python and a command line that use what is best. None where there is none.
-    """
+    """Holds what pays in one precision, sampled one way, so many texts at a time."""
 
     model_config = ConfigDict(extra="forbid")
 
-    group: str
+    group: str  # "model, dtype, sampling, batch n"
+    # PAYS where a way was faster than plain decoding in each of several rounds; PLAIN where the best was slower in each, or
+    # where none drafted; UNCLEAR where rounds disagree or there was only one; LOOPS where all text repeats itself and says
+    # nothing; ABSENT where no way to draft took part.
     outcome: Outcome
-    way: str | None
+    way: str | None  # the best way to draft. None where no way drafted text that counts.
+    # The speed of its decoding over plain decoding: the median over workloads, and the range over all rounds.
     speedup: Spread | None
-    never_drafted: list[str]
-    text: str
-    python: str | None
-    command: str | None
+    never_drafted: list[str]  # the ways that never found anything to draft
+    text: str  # all of this in sentences
+    python: str | None  # a line of Python and a command line that use what is best. None where there is none.
+    command: str | None  # a line of Python and a command line that use what is best. None where there is none.
 
 
 class Results(BaseModel):
-    """All results of one machine with one set of versions.
-
-    Attributes:
-        machine: Hardware and versions.
-        bandwidth: The bytes per second that the machine reads from memory.
-        products: The operations per second of torch's product of two matrices, by the name of their type.
-        models: The costs of models, by "model, dtype".
-        cells: The cells, by `Cell.key`.
-        advice: What pays, for each group of cells.
-        notes: What was left out, and why.
-    """
+    """All results of one machine with one set of versions."""
 
     model_config = ConfigDict(extra="forbid")
 
-    machine: dict[str, Any]
-    bandwidth: float | None = None
+    machine: dict[str, Any]  # hardware and versions
+    bandwidth: float | None = None  # the bytes per second that the machine reads from memory
+    # The operations per second of torch's product of two matrices, by the name of their type.
     products: dict[str, float] = {}
-    models: dict[str, ModelResult] = {}
-    cells: dict[str, CellResult] = {}
-    advice: list[Advice] = []
-    notes: list[str] = []
+    models: dict[str, ModelResult] = {}  # the costs of models, by "model, dtype"
+    cells: dict[str, CellResult] = {}  # the cells, by `Cell.key`
+    advice: list[Advice] = []  # what pays, for each group of cells
+    notes: list[str] = []  # what was left out, and why
 
     def product_peak(self, dtype: str) -> float | None:
         """The operations per second that torch's product reaches in a precision, or in float32 where that is more."""
@@ -287,7 +226,7 @@ class Results(BaseModel):
 
     @property
     def believed(self) -> Results:
-        """The same without what other work disturbed."""
+        """Returns the same without what other work disturbed."""
         cells = {key: found for key, found in self.cells.items() if not found.disturbed}
         models = {name: model for name, model in self.models.items() if model.doubt is None}
         return self.model_copy(update={"cells": cells, "models": models})
@@ -328,12 +267,8 @@ def summarise(
     """The figures of every contestant. Speedups are over our plain decoding in the same round, where it takes part.
 
     Args:
-        contestants: The contestants in the order of their turns.
-        runs: The runs of each contestant by its name, round by round. Contestants without runs get no figures.
-        batch: The number of texts at a time.
         model: The costs of the target. None where they are not known.
         bandwidth: The bytes per second that the machine reads.
-        context: The mean length of the texts while they are written.
     """
     plain = runs.get(PLAIN, [])
     found = [_summary(c, runs[c.name], plain, batch, model, bandwidth) for c in contestants if c.name in runs]
@@ -380,7 +315,7 @@ def _summary(
 
 
 def reads_too_fast(runs: Mapping[str, list[Run]], batch: int, model: ModelResult, bandwidth: float | None) -> bool:
-    """Whether plain decoding of one text read weights faster than memory gives them, although they fit no cache."""
+    """Tells whether plain decoding of one text read weights faster than memory gives them, although they fit no cache."""
     speeds = [run.tokens_per_second for run in runs[PLAIN] if run.tokens_per_second is not None]
     if batch != 1 or not bandwidth or not model.weight_bytes or not speeds:
         return False

@@ -51,18 +51,9 @@ _PRODUCT_DTYPES = (torch.bfloat16, torch.float32)
 class Session:
     """One run of the benchmark.
 
-    Args:
-        settings: What to measure.
-        progress: The callbacks that show how far the run is.
-
     Attributes:
         plan: What will be measured.
         measured: The cells of this run, in the order of the plan.
-
-    Raises:
-        InputError: A file cannot be read, a way is unknown, or a prompt or a context does not fit. All that can be known
-            before a model is loaded is checked here.
-        ModelError: The configuration or the tokenizer of a model cannot be used.
     """
 
     def __init__(self, settings: BenchSettings, progress: Progress | None = None) -> None:
@@ -89,9 +80,6 @@ class Session:
 
         Returns:
             All results in the folder, or those of this run where there is no folder.
-
-        Raises:
-            OutriderError: The folder cannot be used, or a model cannot be loaded.
         """
         settings, store, watch = self._settings, Store(self._settings.out), LoadWatch()
         with _threads(settings.num_threads):
@@ -119,7 +107,7 @@ class Session:
             )
 
     def _measure_machine(self, device: torch.device, results: Results) -> None:
-        """What the machine reads and multiplies at best."""
+        """Measures what the machine reads and multiplies at best."""
         with self._one("memory bandwidth"):
             results.bandwidth = machine.read_bandwidth(device)
         with self._one("product of matrices"):
@@ -151,7 +139,7 @@ class Session:
                 self.measured.append(results.cells[cell.key])
 
     def _note_rounding(self, llm: LLM, dtype: str, results: Results) -> None:
-        """What rounding costs and gains, on the prompts of this run."""
+        """Measures what rounding costs and gains, on the prompts of this run."""
         if rounding(dtype) is None and not rounds_rows(dtype):
             return
         with self._one("what rounding costs"):
@@ -263,12 +251,8 @@ class Session:
 
 
 def _positions(settings: BenchSettings, context: int) -> int | None:
-    """How many positions the wide target needs for the passes that were asked for. None where its own are enough.
-
-    Args:
-        settings: What was asked for.
-        context: The positions that it has.
-    """
+    """Returns how many positions the wide target needs for the passes that were asked for. None where its own are
+    enough."""
     if not settings.wide or not settings.contexts:
         return None
     needed = max(settings.contexts) + max((*settings.chunks, _LEAST_ROOM))
@@ -308,11 +292,7 @@ class Store:
         self._folder = folder
 
     def open(self, machine: dict[str, Any]) -> Results:
-        """The results of earlier runs on the same machine. Results of another machine are renamed and left aside.
-
-        Raises:
-            InvalidParameterError: The folder cannot be written, or the file in it does not hold results.
-        """
+        """The results of earlier runs on the same machine. Results of another machine are renamed and left aside."""
         if self._folder is None:
             return Results(machine=machine)
         file = self._folder / self.NAME

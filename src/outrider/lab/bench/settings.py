@@ -29,12 +29,7 @@ PrecisionName = DTypeName | QuantizationName | RoundedRowsName
 
 
 class BenchSettings(Frozen):
-    """What to measure. Empty tuples and None leave the choice to the plan.
-
-    Raises:
-        InvalidParameterError: A value is outside its range.
-        ContradictionError: Two settings cannot hold together.
-    """
+    """Holds what to measure. Empty tuples and None leave the choice to the plan."""
 
     #: Folder or hub id of the target. None takes the embedded one.
     model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
@@ -100,7 +95,7 @@ class BenchSettings(Frozen):
 
     @property
     def chooses_tasks(self) -> bool:
-        """Whether the caller chooses what is written."""
+        """Tells whether the caller chooses what is written."""
         return bool(self.workloads or self.prompts or self.replay)
 
 

@@ -109,7 +109,7 @@ def _settings(given: dict[str, Any]) -> BenchSettings:
 
 
 def _duration(settings: BenchSettings) -> str:
-    """How long such a run takes."""
+    """Returns how long such a run takes."""
     if settings.bench_client is not None:
         return "the server writes every text with each way"
     if settings.full:

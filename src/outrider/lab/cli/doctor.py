@@ -92,7 +92,7 @@ def _check(batch: int, num_prompts: int, max_tokens: int) -> None:
 
 
 def _may_round_rows(llm: LLM, quantization: str | None) -> bool:
-    """Whether a model that rounds no rows could do so."""
+    """Tells whether a model that rounds no rows could do so."""
     from outrider.config import ModelConfig
     from outrider.loading.configuration import has_rounded_weights
 

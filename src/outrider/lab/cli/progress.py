@@ -50,11 +50,7 @@ class Pace:
 
 
 class Heartbeat:
-    """Says every half minute what a command is doing, from a thread of its own, since a single check may take longer.
-
-    Args:
-        say: Shows a line.
-    """
+    """Says every half minute what a command is doing, from a thread of its own, since a single check may take longer."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._ended = say, Event()

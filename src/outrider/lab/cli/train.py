@@ -34,7 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object at the end
 
 @dataclass(frozen=True)
 class Training:
-    """What every training is told; `typer` shows the help that stands beside each."""
+    """Holds what every training is told; `typer` shows the help that stands beside each."""
 
     data: Annotated[Path, typer.Option(help="A folder that `outrider train data` has made.")]
     out: Annotated[Path, typer.Option(help="Folder of the result. The same command goes on where it was broken off.")]
@@ -71,11 +71,7 @@ class Training:
     as_json: AsJson = False
 
     def job(self, num_draft_tokens: int) -> Job:
-        """The training that is asked for.
-
-        Args:
-            num_draft_tokens: Draft tokens that tau is measured for.
-        """
+        """The training that is asked for."""
         from outrider.lab.train.run import Job
         from outrider.lab.train.settings import TrainSettings
 

@@ -75,7 +75,7 @@ def _show(found: VocabularyReport, console: Console) -> None:
 
 
 def _follows(found: VocabularyReport) -> str:
-    """What the caller may do with the pair."""
+    """Returns what the caller may do with the pair."""
     settings = json.dumps({"method": "cross_vocabulary", "model": found.draft, "match": found.match})
     if found.same_ids:
         return f"The vocabularies are the same: use --draft-model {found.draft}."

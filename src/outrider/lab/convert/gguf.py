@@ -99,7 +99,7 @@ _GATES = "mlp.experts.gate_up_proj"
 
 @dataclass(frozen=True)
 class FileFamily:
-    """How models of a type become files."""
+    """Says how models of a type become files."""
 
     architecture: str  # llama.cpp's name
     interleaved: bool = False  # whether llama.cpp rotates neighbours in them

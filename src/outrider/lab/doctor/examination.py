@@ -39,40 +39,25 @@ LENGTHS = (256, 1024, 4096, 16384, 65536)
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model that is loaded.
+    """A model that is loaded."""
 
-    Attributes:
-        name: Path or hub id.
-        dtype: Of its weights.
-        arithmetic: What it computes in, in words.
-        device: Where it lies; of a GPU its name, too.
-        backend: Which way its passes are driven.
-        kernels: The instruction set of our kernels in use, or "triton" on a GPU; None where stock operators compute.
-        invariant: Whether greedy and seeded requests may be sped up under `auto`: what is written for a row does not depend
-            on the other rows of its pass.
-        weight_bytes: That a pass reads; None for a mixture of experts, whose passes read a part.
-        context: Longest text, in tokens.
-        kv_tokens: Tokens of keys and values that there is room for.
-        free_bytes: Memory that is free beside all this; None where the system does not say.
-        requests: How many requests of each length fit into the KV memory at a time.
-        text_bytes: Memory that the running states of a text take at most; 0 for a model without them.
-        kernels_problem: What is wrong with the compiled kernels, so that they are not used, and the remedy.
-    """
-
-    name: str
-    dtype: str
-    arithmetic: str
-    device: str
-    backend: str
+    name: str  # path or hub id
+    dtype: str  # of its weights
+    arithmetic: str  # what it computes in, in words
+    device: str  # where it lies; of a GPU its name, too
+    backend: str  # which way its passes are driven
+    # The instruction set of our kernels in use, or "triton" on a GPU; None where stock operators compute.
     kernels: str | None
+    # Whether greedy and seeded requests may be sped up under `auto`: what is written for a row does not depend on the other
+    # rows of its pass.
     invariant: bool
-    weight_bytes: int | None
-    context: int
-    kv_tokens: int
-    free_bytes: int | None
-    requests: dict[int, int]
-    text_bytes: int = 0
-    kernels_problem: str | None = None
+    weight_bytes: int | None  # that a pass reads; None for a mixture of experts, whose passes read a part
+    context: int  # longest text, in tokens
+    kv_tokens: int  # tokens of keys and values that there is room for
+    free_bytes: int | None  # memory that is free beside all this; None where the system does not say
+    requests: dict[int, int]  # how many requests of each length fit into the KV memory at a time
+    text_bytes: int = 0  # memory that the running states of a text take at most; 0 for a model without them
+    kernels_problem: str | None = None  # what is wrong with the compiled kernels, so that they are not used, and the remedy
 
 
 def model_facts(runner: ModelRunner) -> ModelFacts:
@@ -112,29 +97,18 @@ _WARM_UP_TOKENS = 6
 
 @dataclass(frozen=True)
 class MethodReport:
-    """What was found of one method.
+    """Holds what was found of one method."""
 
-    Attributes:
-        name: Of the method.
-        num_draft_tokens: Most draft tokens of a text in a step.
-        findings: In the order in which they were made.
-        draft: The facts of its own model; None where it has none, or could not be loaded.
-        draft_pass_seconds: By rows, what a pass of its own model takes.
-        acceptance: What became of its drafts; None where it could not draft.
-        terms: What a step takes and brings; None as before.
-        measured: The speedup over plain decoding, a median over rounds; None as before, and where it cannot be believed.
-        rounds: The speedup of each round that may be true.
-    """
-
-    name: str
-    num_draft_tokens: int
-    findings: tuple[Finding, ...]
-    draft: ModelFacts | None = None
-    draft_pass_seconds: dict[int, float] = field(default_factory=dict)
-    acceptance: Acceptance | None = None
-    terms: Terms | None = None
+    name: str  # of the method
+    num_draft_tokens: int  # most draft tokens of a text in a step
+    findings: tuple[Finding, ...]  # in the order in which they were made
+    draft: ModelFacts | None = None  # the facts of its own model; None where it has none, or could not be loaded
+    draft_pass_seconds: dict[int, float] = field(default_factory=dict)  # by rows, what a pass of its own model takes
+    acceptance: Acceptance | None = None  # what became of its drafts; None where it could not draft
+    terms: Terms | None = None  # what a step takes and brings; None as before
+    # The speedup over plain decoding, a median over rounds; None as before, and where it cannot be believed.
     measured: float | None = None
-    rounds: tuple[float, ...] = ()
+    rounds: tuple[float, ...] = ()  # the speedup of each round that may be true
 
     @property
     def level(self) -> Level:
@@ -145,38 +119,26 @@ class MethodReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A whole examination.
+    """A whole examination."""
 
-    Attributes:
-        target: The facts of the target.
-        pass_seconds: By rows, what a pass of the target takes.
-        plain_tokens_per_second: Of plain decoding, all texts together.
-        batch: Texts at a time.
-        methods: What was found of each method.
-        load: Of the machine meanwhile, as a sentence.
-        doubts: What cannot be believed, since other work disturbed it.
-        passes_doubted: Whether the times of the target's passes are among it. Then no ratios are told.
-        target_is_rounded: Whether its weights were rounded when it was loaded, or its rows are.
-        rounding: What this costs and gains. None where it is not, or the model as it was cannot be loaded beside it.
-        rounded_rows: What rows of 8 bits would cost and gain. None where they are rounded or cannot be, where nobody asked,
-            or where the model cannot be loaded once more.
-    """
-
-    target: ModelFacts
-    pass_seconds: dict[int, float]
-    plain_tokens_per_second: float
-    batch: int
-    methods: tuple[MethodReport, ...]
-    load: str
-    doubts: tuple[str, ...] = ()
-    passes_doubted: bool = False
-    target_is_rounded: bool = False
+    target: ModelFacts  # the facts of the target
+    pass_seconds: dict[int, float]  # by rows, what a pass of the target takes
+    plain_tokens_per_second: float  # of plain decoding, all texts together
+    batch: int  # texts at a time
+    methods: tuple[MethodReport, ...]  # what was found of each method
+    load: str  # of the machine meanwhile, as a sentence
+    doubts: tuple[str, ...] = ()  # what cannot be believed, since other work disturbed it
+    passes_doubted: bool = False  # whether the times of the target's passes are among it. Then no ratios are told.
+    target_is_rounded: bool = False  # whether its weights were rounded when it was loaded, or its rows are
+    # What this costs and gains. None where it is not, or the model as it was cannot be loaded beside it.
     rounding: Rounding | None = None
+    # What rows of 8 bits would cost and gain. None where they are rounded or cannot be, where nobody asked, or where the
+    # model cannot be loaded once more.
     rounded_rows: Rounding | None = None
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is wrong or disturbed, and some method gains where any was asked for."""
+        """Tells whether nothing is wrong or disturbed, and some method gains where any was asked for."""
         levels = {found.level for found in self.methods}
         return not self.doubts and Level.WRONG not in levels and (not levels or bool(levels & {Level.OK, Level.NOTE}))
 
@@ -197,17 +159,11 @@ def cost_ratios(pass_seconds: dict[int, float]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Sample:
-    """What is written in an examination.
+    """Holds what is written in an examination."""
 
-    Attributes:
-        rounds: The texts of each round, one batch each.
-        text: Their prompts, to compare vocabularies on.
-        temperature: 0 is greedy.
-    """
-
-    rounds: Sequence[Sequence[EncodedTask]]
-    text: str
-    temperature: float
+    rounds: Sequence[Sequence[EncodedTask]]  # the texts of each round, one batch each
+    text: str  # their prompts, to compare vocabularies on
+    temperature: float  # 0 is greedy
 
     @property
     def batch(self) -> int:
@@ -220,17 +176,7 @@ class Sample:
 
 
 class Examination:
-    """Examines the methods with which a target may be sped up.
-
-    Args:
-        llm: The target, loaded without a method.
-        asked: Who is to draft. `auto` examines each of the methods that it may choose from.
-        sample: What to write.
-        progress: Called with the name of each part as it begins.
-        rounded: Whether the target was rounded when it was loaded.
-        quantization: How its weights were rounded then.
-        tries_rows: Whether to measure what rows of 8 bits would gain.
-    """
+    """Examines the methods with which a target may be sped up."""
 
     def __init__(
         self,
@@ -252,11 +198,7 @@ class Examination:
         self._doubts: list[str] = []
 
     def run(self) -> Report:
-        """Measure everything.
-
-        Raises:
-            OutriderError: The target itself cannot write the sample.
-        """
+        """Measure everything."""
         runner, watch = self._llm.engine.runner, LoadWatch()
         self._progress("passes of the target")
         passes = self._passes(runner, "the target")
@@ -282,7 +224,7 @@ class Examination:
         return self._loaded_beside(partial(measure_rounded_rows, self._llm, self._quantization))
 
     def _loaded_beside(self, measure: Callable[[Sequence[Sequence[int]]], Rounding]) -> Rounding | None:
-        """What is measured on the prompts; None where there is no room for another model."""
+        """Returns what is measured on the prompts; None where there is no room for another model."""
         try:
             return measure([task.prompt_ids for task in self._texts(len(self._sample.rounds))])
         except ModelError:
@@ -317,7 +259,7 @@ class Examination:
     def _measured(
         self, config: SpeculationConfig, findings: list[Finding], own: ModelRunner | None, passes: dict[int, float]
     ) -> MethodReport:
-        """What a method that can draft is worth."""
+        """Returns what a method that can draft is worth."""
         own_passes = {} if own is None else self._passes(own, "the draft model")
         moved = shifts(self._llm.engine, [t.shortened(_SHIFT_TOKENS) for t in self._texts(_SHIFT_TEXTS)], config)
         self._write([self._short()], config)
@@ -338,8 +280,8 @@ class Examination:
         )
 
     def _pair(self, tasks: Sequence[EncodedTask], config: SpeculationConfig, turn: int) -> tuple[Writing, Writing]:
-        """The same texts plainly and with drafts, one after the other, so that a slow moment hits both. Every other pair
-        is in the opposite order, and one that cannot be true is measured again."""
+        """Writes the same texts plainly and with drafts, one after the other, so that a slow moment hits both. Every other
+        pair is in the opposite order, and one that cannot be true is measured again."""
         engine, temperature = self._llm.engine, self._sample.temperature
         found: dict[bool, Writing] = {}
         for attempt in range(1 + AGAIN):
@@ -398,7 +340,7 @@ def members(asked: SpeculationConfig) -> Iterator[SpeculationConfig]:
 
 
 def _is_possible(plain: Writing, drafted: Writing) -> bool:
-    """Whether drafts may have gained so much in the same texts."""
+    """Tells whether drafts may have gained so much in the same texts."""
     return possible_speedup(drafted.tokens_per_second / plain.tokens_per_second, drafted.tokens_per_pass)
 
 
@@ -416,7 +358,8 @@ def _rows(drafted: Writing) -> float:
 
 
 def _terms(plain: Writing, drafted: Writing, passes: dict[int, float], own_passes: dict[int, float]) -> Terms:
-    """What a step with drafts takes, from calibrated passes; times that no calibration tells are those of the steps."""
+    """Returns what a step with drafts takes, from calibrated passes; times that no calibration tells are those of the
+    steps."""
     curve = Curve(passes)
     before, after = curve.base(plain.texts_per_step), curve.base(_rows(drafted))
     propose = drafted.step_seconds("propose")

@@ -27,25 +27,16 @@ SHIFTS = (-2, -1, 0, 1, 2)
 
 @dataclass(frozen=True)
 class PassTimes:
-    """The times of passes of a model.
+    """The times of passes of a model."""
 
-    Attributes:
-        seconds: Of a pass, by its number of rows.
-        doubt: Why they cannot be believed. None where they can.
-    """
-
-    seconds: dict[int, float]
-    doubt: str | None
+    seconds: dict[int, float]  # of a pass, by its number of rows
+    doubt: str | None  # why they cannot be believed. None where they can.
 
 
 def pass_seconds(runner: ModelRunner, context: int) -> PassTimes:
     """The median seconds of a pass by its number of rows. All numbers are timed in turn, so that slow moments hit all.
 
     Where a pass was slower than one of more rows, something disturbed it, and the time of the other one is taken.
-
-    Args:
-        runner: Of the model.
-        context: The tokens before the rows; fewer where the context of the model ends before.
     """
     limit = runner.loaded.max_model_len
     context = max(1, min(context, limit - ROWS[-1]))
@@ -61,23 +52,14 @@ def undisturbed(seconds: Mapping[int, float]) -> dict[int, float]:
 
 @dataclass
 class Writing:
-    """What writing came to, in steps in which texts decode and no prompt is read.
+    """Holds what writing came to, in steps in which texts decode and no prompt is read."""
 
-    Attributes:
-        num_steps: Those steps.
-        num_tokens: Tokens that they committed.
-        num_texts: Texts in them, added up over steps.
-        seconds: Wall time of those steps.
-        phases: The same by phase of a step.
-        stats: Counts of the drafts of whole texts.
-    """
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    num_texts: int = 0
-    seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    stats: RequestStats = field(default_factory=RequestStats)
+    num_steps: int = 0  # those steps
+    num_tokens: int = 0  # tokens that they committed
+    num_texts: int = 0  # texts in them, added up over steps
+    seconds: float = 0.0  # wall time of those steps
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # the same by phase of a step
+    stats: RequestStats = field(default_factory=RequestStats)  # counts of the drafts of whole texts
 
     @property
     def tokens_per_second(self) -> float:
@@ -112,17 +94,7 @@ class Writing:
 
 
 def write(engine: Engine, tasks: Sequence[EncodedTask], config: SpeculationConfig, temperature: float) -> Writing:
-    """Write all tasks in one batch, each to its full length.
-
-    Args:
-        engine: Has no work, and its thread is idle.
-        tasks: What to write.
-        config: Who drafts.
-        temperature: 0 is greedy.
-
-    Raises:
-        OutriderError: A prompt or a setting is not possible, or a request failed.
-    """
+    """Write all tasks in one batch, each to its full length."""
     found = Writing()
     requests: list[Request] = []
     try:
@@ -160,12 +132,8 @@ def _params(task: EncodedTask, temperature: float) -> SamplingParams:
 
 
 def shifts(engine: Engine, tasks: Sequence[EncodedTask], config: SpeculationConfig) -> dict[int, float]:
-    """Where in greedy text the first tokens of drafts are found: by distance from their place, the share that agrees.
-
-    Args:
-        engine: Has no work, and its thread is idle.
-        tasks: What to write.
-        config: Who drafts.
+    """Returns where in greedy text the first tokens of drafts are found: by distance from their place, the share that
+    agrees.
 
     Returns:
         Empty where nothing was drafted. The share at 0 is that of first draft tokens that stand. Where another one is much
@@ -182,13 +150,7 @@ def shifts(engine: Engine, tasks: Sequence[EncodedTask], config: SpeculationConf
 
 
 def count_shifts(text: Sequence[int], rounds: Sequence[RoundTrace], agreed: Counter[int], tried: Counter[int]) -> None:
-    """Count for each distance how many drafts had a token there, and how often it was their first one.
-
-    Args:
-        text: Token ids, prompt first.
-        rounds: Of this text.
-        agreed, tried: What is counted.
-    """
+    """Count for each distance how many drafts had a token there, and how often it was their first one."""
     for each in rounds:
         if not each.token_ids:
             continue

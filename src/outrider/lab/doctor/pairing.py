@@ -21,31 +21,18 @@ _CONVERSATION = [{"role": "user", "content": "How long is a day?"}, {"role": "as
 
 @dataclass(frozen=True)
 class Pairing:
-    """A target and a draft model before they are loaded.
+    """A target and a draft model before they are loaded."""
 
-    Attributes:
-        draft: The draft model.
-        findings: What was found.
-        fits: Whether the method can draft with it at all.
-    """
-
-    draft: str
-    findings: tuple[Finding, ...]
-    fits: bool
+    draft: str  # the draft model
+    findings: tuple[Finding, ...]  # what was found
+    fits: bool  # whether the method can draft with it at all
 
 
 def examine_pairing(target: str, draft: str, method: str, sample: str) -> Pairing:
     """Compare vocabularies, chat templates and contexts.
 
     Args:
-        target: Folder or hub id.
-        draft: The same of the draft model.
         method: "draft_model" needs the same tokens, "cross_vocabulary" does not.
-        sample: Some of the text that is to be written.
-
-    Raises:
-        InvalidParameterError: There is no such folder.
-        ModelLoadError: The configuration or the tokenizer of the target cannot be read.
     """
     check_sources(draft_model=draft)
     ours = given_tokenizer(target)

@@ -24,21 +24,13 @@ _TRAIN = "Train the draft on what this target writes (outrider train)."
 
 @dataclass(frozen=True)
 class Terms:
-    """What a step with drafts takes, in plain steps of the same texts, and what it brings.
+    """Holds what a step with drafts takes, in plain steps of the same texts, and what it brings."""
 
-    Attributes:
-        tokens: Tokens that a text gains in a step.
-        verify: Time of the target's pass over the rows of the drafts.
-        propose: Time of the proposer.
-        host: Time of everything else.
-        plain_verify: Time of the target's pass in a plain step.
-    """
-
-    tokens: float
-    verify: float
-    propose: float
-    host: float
-    plain_verify: float
+    tokens: float  # tokens that a text gains in a step
+    verify: float  # time of the target's pass over the rows of the drafts
+    propose: float  # time of the proposer
+    host: float  # time of everything else
+    plain_verify: float  # time of the target's pass in a plain step
 
     @property
     def passes(self) -> float:
@@ -52,51 +44,37 @@ class Terms:
 
     @property
     def excess(self) -> dict[str, float]:
-        """What each part takes beyond a plain step."""
+        """Returns what each part takes beyond a plain step."""
         rows, host = self.verify - self.plain_verify, self.host - (1.0 - self.plain_verify)
         return {"draft": self.propose, "verification": rows, "host": host}
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What else a verdict depends on.
+    """Holds what else a verdict depends on."""
 
-    Attributes:
-        method: The name of the method.
-        batch: Texts at a time.
-        rows: Rows of a text in a verified pass.
-        kernels: Whether our kernels compute.
-        weight_share: Bytes of the draft model over those of the target; None where no model of its own drafts.
-        pass_ratio: Time of a draft pass over that of a target pass; None as before.
-    """
-
-    method: str
-    batch: int
-    rows: float
-    kernels: bool
-    weight_share: float | None
-    pass_ratio: float | None
+    method: str  # the name of the method
+    batch: int  # texts at a time
+    rows: float  # rows of a text in a verified pass
+    kernels: bool  # whether our kernels compute
+    weight_share: float | None  # bytes of the draft model over those of the target; None where no model of its own drafts
+    pass_ratio: float | None  # time of a draft pass over that of a target pass; None as before
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What became of drafts.
+    """Holds what became of drafts."""
 
-    Attributes:
-        num_drafts: Drafts that were verified.
-        tau: The mean acceptance length.
-        by_position: The share of draft tokens that stood at each position, of those whose earlier tokens stood.
-        shifts: By distance from its place in greedy text, how often the first token of a draft was found there.
-    """
-
-    num_drafts: int
-    tau: float
+    num_drafts: int  # drafts that were verified
+    tau: float  # the mean acceptance length
+    # The share of draft tokens that stood at each position, of those whose earlier tokens stood.
     by_position: tuple[float, ...]
+    # By distance from its place in greedy text, how often the first token of a draft was found there.
     shifts: Mapping[int, float]
 
 
 def judge_acceptance(method: str, found: Acceptance) -> Finding:
-    """What is to be said of the acceptance of a method."""
+    """Returns what is to be said of the acceptance of a method."""
     if not found.num_drafts:
         text = f"{method} drafted nothing: this text gave it nothing to go by."
         return Finding("acceptance", Level.USELESS, text, checks(method))
@@ -144,13 +122,10 @@ def _usual(method: str) -> str:
 
 
 def judge_speed(measured: float | None, terms: Terms, situation: Situation, *, acceptance: Level) -> Finding:
-    """Whether speculation gains, which term limits it most, and the remedy.
+    """Tells whether speculation gains, which term limits it most, and the remedy.
 
     Args:
         measured: The speedup over plain decoding. None where other work disturbed it, so that it is not known.
-        terms: What a step takes.
-        situation: What else there is to know.
-        acceptance: What was found of the acceptance; where it is wrong, nothing else needs a remedy.
     """
     if measured is None:
         text = f"{situation.method} seemed faster than it can be: other work disturbed it, and its speed is not known."
@@ -226,16 +201,11 @@ LEAST_DRAFTS = 20
 
 @dataclass(frozen=True)
 class Typical:
-    """The mean acceptance lengths that were measured or published.
+    """The mean acceptance lengths that were measured or published."""
 
-    Attributes:
-        low, high: The smallest and the largest.
-        source: Where they come from.
-    """
-
-    low: float
-    high: float
-    source: str
+    low: float  # the smallest and the largest
+    high: float  # the smallest and the largest
+    source: str  # where they come from
 
 
 _PERFORMANCE = "docs/explanation/performance.md, drawn text"
@@ -274,11 +244,7 @@ _CHECK_TEXT = "Give texts like yours with --prompts: lookups gain where an answe
 
 
 def checks(method: str) -> str:
-    """What to check where drafts of a method hardly ever stand.
-
-    Args:
-        method: Its name.
-    """
+    """Returns what to check where drafts of a method hardly ever stand."""
     if method in LOOKUPS:
         return _CHECK_TEXT
     if method in OWN_LAYERS:
@@ -289,7 +255,7 @@ def checks(method: str) -> str:
 
 
 def was_trained(method: str) -> bool:
-    """Whether a method drafts with something that was trained to guess, so that it can be broken."""
+    """Tells whether a method drafts with something that was trained to guess, so that it can be broken."""
     return method not in LOOKUPS and method not in OWN_LAYERS
 
 
@@ -297,7 +263,7 @@ def was_trained(method: str) -> bool:
 
 
 class Level(StrEnum):
-    """How grave a finding is."""
+    """Says how grave a finding is."""
 
     OK = "ok"
     NOTE = "note"  # worth knowing; speculation works nonetheless
@@ -307,16 +273,9 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One thing that was found."""
 
-    Attributes:
-        topic: What it is about, like "vocabulary".
-        level: How grave it is.
-        text: What was found, as a sentence.
-        remedy: What to do about it, as a sentence; empty where nothing is to be done.
-    """
-
-    topic: str
-    level: Level
-    text: str
-    remedy: str = ""
+    topic: str  # what it is about, like "vocabulary"
+    level: Level  # how grave it is
+    text: str  # what was found, as a sentence
+    remedy: str = ""  # what to do about it, as a sentence; empty where nothing is to be done

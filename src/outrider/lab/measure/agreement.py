@@ -33,26 +33,16 @@ _PAIRS = 40
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a rounded model compares with the original on a text.
+    """Says how a rounded model compares with the original on a text."""
 
-    Attributes:
-        tokens: Predicted tokens behind the perplexities.
-        original, rounded: Perplexities.
-        compared: Tokens whose laws were compared.
-        distance: The mean total variation of the two laws, from 0 to 1.
-        worst_distance: The largest one.
-        divergence: The mean Kullback-Leibler divergence of the rounded law from the original one, in nats.
-        same_choice: How often both hold the same token likeliest.
-    """
-
-    tokens: int
-    original: float
-    rounded: float
-    compared: int
-    distance: float
-    worst_distance: float
-    divergence: float
-    same_choice: float
+    tokens: int  # predicted tokens behind the perplexities
+    original: float  # perplexities
+    rounded: float  # perplexities
+    compared: int  # tokens whose laws were compared
+    distance: float  # the mean total variation of the two laws, from 0 to 1
+    worst_distance: float  # the largest one
+    divergence: float  # the mean Kullback-Leibler divergence of the rounded law from the original one, in nats
+    same_choice: float  # how often both hold the same token likeliest
 
     def __str__(self) -> str:
         return (
@@ -64,23 +54,17 @@ class Agreement:
 
 @dataclass(frozen=True)
 class MeasuredLaws:
-    """What a model says to a text.
+    """Holds what a model says to a text."""
 
-    Attributes:
-        scores: The log-probabilities of its tokens, [n].
-        laws: The log-probabilities of all tokens in the first places, [some, vocab_size].
-    """
-
-    scores: Tensor
-    laws: Tensor
+    scores: Tensor  # the log-probabilities of its tokens, [n]
+    laws: Tensor  # the log-probabilities of all tokens in the first places, [some, vocab_size]
 
 
 @torch.inference_mode()
 def read(texts: Sequence[Sequence[int]], forward: Callable[[Tensor], Tensor]) -> MeasuredLaws:
-    """What a model says to the beginning of texts, each in windows of its own.
+    """Returns what a model says to the beginning of texts, each in windows of its own.
 
     Args:
-        texts: Token ids. One of them has two at least.
         forward: Token ids [n] to logits [n, vocab_size].
     """
     windows = [w for text in texts for w in torch.split(torch.tensor(text), WINDOW) if len(w) > 1][:_MOST_WINDOWS]
@@ -95,7 +79,7 @@ def read(texts: Sequence[Sequence[int]], forward: Callable[[Tensor], Tensor]) ->
 
 
 def agreement(original: MeasuredLaws, rounded: MeasuredLaws) -> Agreement:
-    """How two readings of the same texts compare."""
+    """Returns how two readings of the same texts compare."""
     law, other = original.laws, rounded.laws
     distances = (law.exp() - other.exp()).abs().sum(-1) / 2
     return Agreement(
@@ -112,45 +96,28 @@ def agreement(original: MeasuredLaws, rounded: MeasuredLaws) -> Agreement:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding costs and gains.
+    """Holds what rounding costs and gains."""
 
-    Attributes:
-        agreement: With the model as it was.
-        speed: How many times as fast a pass of one row is, a median of pairs.
-    """
-
-    agreement: Agreement
-    speed: float
+    agreement: Agreement  # with the model as it was
+    speed: float  # how many times as fast a pass of one row is, a median of pairs
 
     def __str__(self) -> str:
         return f"{self.agreement}; a pass of one row is {self.speed:.2f} times as fast"
 
 
 def measure_rounding(llm: LLM, texts: Sequence[Sequence[int]]) -> Rounding:
-    """Compare a loaded model, which is rounded, with the same checkpoint as it is. That one is in memory meanwhile.
-
-    Args:
-        llm: The rounded model. It has no work.
-        texts: Token ids. One of them has two at least.
-
-    Raises:
-        ModelError: The original cannot be loaded, as where memory is too small for it.
-    """
+    """Compare a loaded model, which is rounded, with the same checkpoint as it is. That one is in memory meanwhile."""
     with _beside(llm, activations="none") as whole:
         return _compared(whole.engine.runner, llm.engine.runner, texts)
 
 
 def measure_rounded_rows(llm: LLM, quantization: str | None, texts: Sequence[Sequence[int]]) -> Rounding:
-    """What `activations="int8"` would cost and gain, beside the same weights with rows that are not rounded. The model that
-    rounds them is in memory meanwhile.
+    """Returns what `activations="int8"` would cost and gain, beside the same weights with rows that are not rounded. The
+    model that rounds them is in memory meanwhile.
 
     Args:
         llm: A model whose weights are rounded, and its rows are not. It has no work.
         quantization: How its weights were rounded at load; None where its files bring them so.
-        texts: As above.
-
-    Raises:
-        ModelError: It cannot be loaded, as where memory is too small for it.
     """
     with _beside(llm, quantization=quantization, activations="int8") as rounded:
         return _compared(llm.engine.runner, rounded.engine.runner, texts)
@@ -178,7 +145,7 @@ class _OneRow:
         self._segments = [Segment([0], 0, self._runner.blocks.allocate(1))]
 
     def seconds(self) -> float:
-        """Of a pass."""
+        """Returns the seconds of a pass."""
         start = perf_counter()
         self._runner.forward(self._segments)
         return perf_counter() - start
@@ -196,11 +163,7 @@ def _logits(runner: ModelRunner, window: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def agreement_of_checkpoint(checkpoint: str, fmt: WeightFormat, layers: dict[str, int], text: str) -> Agreement:
-    """Read a text with a model, round the weights of these layers, and read it again.
-
-    Raises:
-        InvalidParameterError: The text has fewer than two tokens.
-    """
+    """Read a text with a model, round the weights of these layers, and read it again."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with exclusive_transformers():
@@ -219,7 +182,7 @@ def agreement_of_checkpoint(checkpoint: str, fmt: WeightFormat, layers: dict[str
 
 
 def rounded_card(name: str, fmt: WeightFormat, num_layers: int, found: Agreement | None) -> str:
-    """What the folder holds, and what rounding costs where that was measured."""
+    """Returns what the folder holds, and what rounding costs where that was measured."""
     scales = "a scale for each output" if fmt.group is None else f"a scale for each group of {fmt.group} inputs"
     lines = f"""# {name} in {fmt.name}
 

@@ -42,27 +42,22 @@ _TREE = r"best_first|sequoia|\d{1,2}(?:,\d{1,2})+"
 
 
 class Recipe(BaseModel):
-    """How to decode in one way.
-
-    Attributes:
-        python: A line of Python.
-        command: A command line.
-    """
+    """Says how to decode in one way."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    python: str
-    command: str
+    python: str  # a line of Python
+    command: str  # a command line
 
 
 def rounding(dtype: str) -> str | None:
-    """How weights are rounded in this precision. None where they are not."""
+    """Returns how weights are rounded in this precision. None where they are not."""
     name = dtype.removesuffix(ROUNDED_ROWS)
     return name if name in QUANTIZATIONS else None
 
 
 def rounds_rows(dtype: str) -> bool:
-    """Whether rows are rounded to 8 bits in this precision."""
+    """Tells whether rows are rounded to 8 bits in this precision."""
     return dtype.endswith(ROUNDED_ROWS)
 
 
@@ -77,15 +72,10 @@ def precision(dtype: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """One way to decode.
+    """One way to decode."""
 
-    Attributes:
-        name: The name in reports, such as "draft_model k=3".
-        config: The settings of the way.
-    """
-
-    name: str
-    config: SpeculationConfig
+    name: str  # the name in reports, such as "draft_model k=3"
+    config: SpeculationConfig  # the settings of the way
 
     @property
     def plain(self) -> bool:
@@ -93,18 +83,11 @@ class DecodingConfig:
 
     @property
     def replays(self) -> bool:
-        """Whether the way can replay a text: the processor that forces the text must not change its drafts."""
+        """Tells whether the way can replay a text: the processor that forces the text must not change its drafts."""
         return self.config.method is None or not self.config.method.grows_from_probabilities
 
     def recipe(self, model: str, dtype: str, *, greedy: bool) -> Recipe:
-        """The lines to paste in order to decode this way.
-
-        Args:
-            model: The name of the model in reports. The embedded model is the default and is left out. The wide model
-                stands for a model of the reader, so placeholders take its place and that of its draft model.
-            dtype: The type of the weights, or how they are rounded.
-            greedy: Whether the text was greedy.
-        """
+        """The lines to paste in order to decode this way."""
         target = {"embedded": None, "wide": "MODEL"}.get(model, model)
         config, draft_model = self._named_for_readers(model)
         how = precision(dtype)
@@ -169,15 +152,7 @@ def _quoted(value: Any) -> str:
 
 
 def parse_ways(names: Sequence[str], draft_model: str | None) -> list[DecodingConfig]:
-    """The ways with the given names, each once. Plain decoding comes first, since every speedup is over it.
-
-    Args:
-        names: The names in the form NAME, NAME:LENGTH or NAME:TREE:LENGTH. A NAME may be NAME=FOLDER.
-        draft_model: Folder or hub id of the draft model for the ways that need one and name none.
-
-    Raises:
-        InvalidParameterError: A way is unknown, it needs a model and there is none, or its folder does not exist.
-    """
+    """The ways with the given names, each once. Plain decoding comes first, since every speedup is over it."""
     ways = {way.name: way for way in (_parse(name, draft_model) for name in ("plain", *names))}
     return list(ways.values())
 
@@ -216,11 +191,7 @@ def _parse(text: str, draft_model: str | None) -> DecodingConfig:
 
 
 def _known(name: str, way: str) -> str:
-    """The method's name; one that is given as module:Class is imported.
-
-    Raises:
-        InvalidParameterError: There is no such method.
-    """
+    """The method's name; one that is given as module:Class is imported."""
     try:
         if ":" in name:
             return registry.load(name).name

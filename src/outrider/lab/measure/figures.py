@@ -38,12 +38,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 
 
 def expected_tokens(acceptance: float, num_draft_tokens: float) -> float:
-    """The tokens that a draft yields if each is accepted with the same probability: (1 - a^(K+1)) / (1 - a).
-
-    Args:
-        acceptance: The conditional acceptance a, from 0 to 1.
-        num_draft_tokens: The length K of a draft. It is a mean where lengths differ.
-    """
+    """The tokens that a draft yields if each is accepted with the same probability: (1 - a^(K+1)) / (1 - a)."""
     if acceptance >= 1.0:
         return num_draft_tokens + 1.0
     return float((1.0 - acceptance ** (num_draft_tokens + 1.0)) / (1.0 - acceptance))
@@ -66,8 +61,6 @@ def row_cost_ratio(seconds: Mapping[int, float], num_rows: float, base_rows: int
 
     Args:
         seconds: The seconds of a pass by its number of rows.
-        num_rows: The number of rows. It may be a fraction, since it may be a mean over passes.
-        base_rows: The number of rows of a plain pass, which is the batch.
 
     Returns:
         None outside the measured range.
@@ -93,14 +86,10 @@ def _between(seconds: Mapping[int, float], rows: float) -> float | None:
 
 @dataclass(frozen=True)
 class Progress:
-    """The callbacks that show how far a run is.
+    """The callbacks that show how far a run is."""
 
-    Attributes:
-        expect: Called with the name of what comes next and its number of turns.
-        advance: Called after each turn.
-        change: Called with how many turns there are more than was expected, or fewer.
-    """
-
+    # Called with the name of what comes next and its number of turns.
     expect: Callable[[str, int], None] = lambda what, turns: None
-    advance: Callable[[], None] = lambda: None
+    advance: Callable[[], None] = lambda: None  # called after each turn
+    # Called with how many turns there are more than was expected, or fewer.
     change: Callable[[int], None] = lambda turns: None

@@ -48,9 +48,7 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: 
     with a vector reads a third less.
 
     Args:
-        device: The device whose memory is read.
         num_bytes: The size of the buffer. None takes several times the size of the largest cache.
-        repeats: How many times the buffer is read.
     """
     num_bytes = num_bytes or (1024 * _MIB if device.type == "cuda" else max(256 * _MIB, 6 * _largest_cache()))
     buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64, device=device)
@@ -69,12 +67,6 @@ def product_peak(device: torch.device, dtype: torch.dtype, size: int = PRODUCT_S
     """The most operations per second of torch's product of two square matrices.
 
     A multiplication with its addition counts as two operations.
-
-    Args:
-        device: Where the product is computed.
-        dtype: The type of the matrices.
-        size: Their rows and columns.
-        repeats: How many times the product is computed, after one that does not count.
     """
     left, right = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
@@ -96,29 +88,20 @@ def _largest_cache() -> int:
 
 
 def fits_a_cache(num_bytes: int) -> bool:
-    """Whether weights of this size stay in a cache, so that they are read faster than memory is."""
+    """Tells whether weights of this size stay in a cache, so that they are read faster than memory is."""
     return num_bytes <= _largest_cache()
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The most memory that was in use at a time, in bytes.
+    """The most memory that was in use at a time, in bytes."""
 
-    Attributes:
-        resident: Main memory of the process. None where the system does not tell it.
-        cuda: Memory of tensors on the GPU. None without a GPU.
-    """
-
-    resident: int | None
-    cuda: int | None
+    resident: int | None  # main memory of the process. None where the system does not tell it.
+    cuda: int | None  # memory of tensors on the GPU. None without a GPU.
 
 
 class MemoryWatch:
-    """Measures the peak of memory since it was made.
-
-    Args:
-        device: The device of the tensors.
-    """
+    """Measures the peak of memory since it was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,21 +142,15 @@ _IDLE = (3, 4)
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a machine during a measurement.
+    """The load of a machine during a measurement."""
 
-    Attributes:
-        others: The cores that other work kept busy, on average. None where the system does not tell.
-        cores: The cores of the machine.
-        threads: The threads that compute for us.
-    """
-
-    others: float | None
-    cores: int
-    threads: int
+    others: float | None  # the cores that other work kept busy, on average. None where the system does not tell.
+    cores: int  # the cores of the machine
+    threads: int  # the threads that compute for us
 
     @property
     def disturbs(self) -> bool:
-        """Whether our threads had to wait for other work."""
+        """Tells whether our threads had to wait for other work."""
         return self.others is not None and self.others > self.cores - self.threads + _LITTLE * self.threads
 
     def __str__(self) -> str:

@@ -20,15 +20,10 @@ CONTEXT = 128
 
 @dataclass(frozen=True)
 class RowCosts:
-    """The times of passes.
+    """The times of passes."""
 
-    Attributes:
-        seconds: The median seconds of a pass, by the tokens before its rows and by their number.
-        doubt: Why they cannot be believed, although they were measured several times. None where they can.
-    """
-
-    seconds: dict[int, dict[int, float]]
-    doubt: str | None
+    seconds: dict[int, dict[int, float]]  # the median seconds of a pass, by the tokens before its rows and by their number
+    doubt: str | None  # why they cannot be believed, although they were measured several times. None where they can.
 
 
 def row_costs(
@@ -43,14 +38,6 @@ def row_costs(
 
     A round times every number behind every context once, so that slow moments hit all of them. Times that cannot be true
     are measured again, and the smaller median counts: other work makes passes slower and never faster.
-
-    Args:
-        timer: The text whose passes are timed.
-        contexts: The numbers of tokens before the rows.
-        rows: The numbers of rows. Those that do not fit behind a context are left out there.
-        limit: The length of the text.
-        repeats: The number of rounds, after one that does not count.
-        on_round: Called after each round.
     """
     places = [(context, n) for context in contexts for n in rows if context + n <= limit]
     found: dict[int, dict[int, float]] = {}

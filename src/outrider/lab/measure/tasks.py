@@ -35,20 +35,13 @@ LONG_WORKLOADS, LONG = ("long_files", "long_passages", "long_diffs"), "long"
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and, for a replay, the recorded text that follows it.
+    """A prompt and, for a replay, the recorded text that follows it."""
 
-    Attributes:
-        name: A name that is unique within its workload.
-        workload: The workload by which figures are grouped.
-        prompt: The text of the prompt. It is empty where there are messages that hold more than one question.
-        answer: The text that is forced as the target's choice. None where the target itself chooses.
-        messages: The prompt as a conversation, for models with a chat template. Empty for texts that models go on from.
-    """
-
-    name: str
-    workload: str
-    prompt: str
-    answer: str | None = None
+    name: str  # a name that is unique within its workload
+    workload: str  # the workload by which figures are grouped
+    prompt: str  # the text of the prompt. It is empty where there are messages that hold more than one question.
+    answer: str | None = None  # the text that is forced as the target's choice. None where the target itself chooses.
+    # The prompt as a conversation, for models with a chat template. Empty for texts that models go on from.
     messages: tuple[Mapping[str, Any], ...] = ()
 
 
@@ -65,9 +58,6 @@ def read_prompts(path: Path) -> list[Task]:
     A line is {"prompt": ...}, a text to go on from; or {"messages": [...]}, a conversation; or a question as Spec-Bench
     (Xia and others, 2024), MT-bench and SPEED-Bench have it, {"question_id": ..., "category": ..., "turns": [...]}: its
     first turn is asked. "name" and "workload" may stand beside any of them.
-
-    Raises:
-        InvalidParameterError: The file cannot be read, or a line is none of these.
     """
     tasks = [_task(i, where, line, path.stem) for i, where, line in _lines("prompts", path)]
     if {task.workload for task in tasks} <= _MT_BENCH:
@@ -84,15 +74,7 @@ def _task(number: int, where: tuple[str, str], line: dict[str, Any], workload: s
 
 
 def messages_in(line: Mapping[str, Any], where: tuple[str, str]) -> list[Mapping[str, Any]] | None:
-    """The conversation that a line of a file asks to be answered. None where it holds none.
-
-    Args:
-        line: With "messages", or with "turns", of which the first one is asked.
-        where: The field and the place for errors.
-
-    Raises:
-        InvalidParameterError: What it holds is no conversation.
-    """
+    """The conversation that a line of a file asks to be answered. None where it holds none."""
     if "messages" in line:
         messages = line["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
@@ -112,11 +94,7 @@ def _only_question(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_replay(path: Path) -> list[Task]:
-    """Read recorded texts from lines of {"prompt": ..., "answer": ...}.
-
-    Raises:
-        InvalidParameterError: The file cannot be read or is not JSON, or a line lacks one of the two.
-    """
+    """Read recorded texts from lines of {"prompt": ..., "answer": ...}."""
     return [
         Task(f"line-{i}", f"replay/{path.stem}", _text(line, "prompt", where), _text(line, "answer", where))
         for i, where, line in _lines("replay", path)
@@ -199,11 +177,7 @@ _MONTHS = ("March", "April", "May", "June", "July", "August", "September")
 
 
 def long_tasks(workload: str) -> list[Task]:
-    """The prompts of one of the workloads that have long prompts, from LEAST to MOST tokens each.
-
-    Args:
-        workload: "long_files", "long_passages" or "long_diffs".
-    """
+    """The prompts of one of the workloads that have long prompts, from LEAST to MOST tokens each."""
     make = {"long_files": _file, "long_passages": _passage, "long_diffs": _diff}[workload]
     return [Task(f"{workload}-{i + 1}", workload, make(i, _size(i))) for i in range(len(_MODULES))]
 

@@ -33,16 +33,7 @@ from outrider.widen import HIDDEN, cache_folder
 
 
 def wide_heads(heads: str) -> str:
-    """The folder of heads of the embedded target for its wide copy. They are carried over when they are first asked for.
-
-    Args:
-        heads: The folder of the heads.
-
-    Raises:
-        InvalidParameterError: No such folder.
-        ModelLoadError: It holds no heads that can be read.
-        UnsupportedModelError: Such heads are not carried over.
-    """
+    """The folder of heads of the embedded target for its wide copy. They are carried over when they are first asked for."""
     published = is_head(heads)
     weights, last, widened = (WHOLE, CONFIG, widen_published) if published else (FILE, FILE, widen_heads)
     if not published:
@@ -54,11 +45,7 @@ def wide_heads(heads: str) -> str:
 
 
 def widen_published(source: str, heads: str, folder: str, hidden: int) -> None:
-    """Write a head of EAGLE-3 or DFlash; the arguments are those of `widen_heads`.
-
-    Raises:
-        UnsupportedModelError: It is another head, or computes what the format of speculators cannot say.
-    """
+    """Write a head of EAGLE-3 or DFlash; the arguments are those of `widen_heads`."""
     narrow = read_head(heads)
     if not isinstance(narrow.network, Eagle3Network | BlockHeadNetwork):
         problem = f"heads of {narrow.config.method} continue the final states, and are not carried over to a wide copy"
@@ -78,14 +65,7 @@ def widen_published(source: str, heads: str, folder: str, hidden: int) -> None:
 
 
 def widen_heads(source: str, heads: str, folder: str, hidden: int) -> None:
-    """Write the heads of `source` for its wide copy to `folder`.
-
-    Args:
-        source: The folder of the target that they were made for.
-        heads: Their folder.
-        folder: Where to write.
-        hidden: The factor for the hidden size, as for `widen`.
-    """
+    """Write the heads of `source` for its wide copy to `folder`."""
     narrow = load_heads(heads)
     config, weights = narrow.config, narrow.network.state_dict()
     # The final norm of a wide copy divides by the factor, since the output layer adds up the copies.

@@ -33,53 +33,34 @@ from outrider.results import RequestStats
 
 @dataclass(frozen=True)
 class EncodedTask:
-    """A task in the target's tokens.
+    """A task in the target's tokens."""
 
-    Attributes:
-        name: The name of the task.
-        prompt_ids: The tokens of its prompt.
-        max_tokens: The number of output tokens, which every contestant writes exactly.
-        answer_ids: The tokens that are replayed. None where the target chooses.
-    """
-
-    name: str
-    prompt_ids: tuple[int, ...]
-    max_tokens: int
-    answer_ids: tuple[int, ...] | None = None
+    name: str  # the name of the task
+    prompt_ids: tuple[int, ...]  # the tokens of its prompt
+    max_tokens: int  # the number of output tokens, which every contestant writes exactly
+    answer_ids: tuple[int, ...] | None = None  # the tokens that are replayed. None where the target chooses.
 
     def shortened(self, max_tokens: int) -> EncodedTask:
-        """The same task with fewer output tokens, for warming up."""
+        """Returns the same task with fewer output tokens, for warming up."""
         answer = None if self.answer_ids is None else self.answer_ids[:max_tokens]
         return replace(self, max_tokens=min(max_tokens, self.max_tokens), answer_ids=answer)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The measurements of one turn. They are None or empty where a peer does not tell them.
+    """The measurements of one turn. They are None or empty where a peer does not tell them."""
 
-    Attributes:
-        token_ids: The output of each text.
-        seconds: Wall time from the request to the last token, prompts included.
-        first_token_seconds: Seconds until the first token of each text.
-        decode_tokens: The tokens after the first step that committed any.
-        decode_seconds: Wall time after that step.
-        gaps: Seconds between arrivals within a text. The tokens of a step arrive together.
-        num_passes: The passes of the target that committed tokens, summed over texts.
-        drafts: The counts of draft tokens.
-        shares: The shares of the time by phase: propose, forward, verify, host.
-        peak: The peak of memory.
-    """
-
-    token_ids: tuple[tuple[int, ...], ...]
-    seconds: float
-    first_token_seconds: tuple[float, ...]
-    decode_tokens: int
-    decode_seconds: float | None
-    gaps: tuple[float, ...] = ()
-    num_passes: int | None = None
-    drafts: RequestStats | None = None
+    token_ids: tuple[tuple[int, ...], ...]  # the output of each text
+    seconds: float  # wall time from the request to the last token, prompts included
+    first_token_seconds: tuple[float, ...]  # seconds until the first token of each text
+    decode_tokens: int  # the tokens after the first step that committed any
+    decode_seconds: float | None  # wall time after that step
+    gaps: tuple[float, ...] = ()  # seconds between arrivals within a text. The tokens of a step arrive together.
+    num_passes: int | None = None  # the passes of the target that committed tokens, summed over texts
+    drafts: RequestStats | None = None  # the counts of draft tokens
+    # The shares of the time by phase: propose, forward, verify, host.
     shares: dict[str, float] = field(default_factory=dict)
-    peak: PeakMemory | None = None
+    peak: PeakMemory | None = None  # the peak of memory
 
     @property
     def num_tokens(self) -> int:
@@ -105,11 +86,7 @@ class Run:
 
 
 def write(llm: LLM, tasks: Sequence[EncodedTask], way: DecodingConfig, temperature: float) -> Run:
-    """Write all `tasks` in one batch, each to its full length.
-
-    Raises:
-        OutriderError: A prompt or a setting is not possible, or a request failed.
-    """
+    """Write all `tasks` in one batch, each to its full length."""
     engine = llm.engine
     engine.load_method(llm.resolve(way.config))  # before the clock starts
     watch = MemoryWatch(engine.runner.loaded.device)
@@ -213,7 +190,6 @@ class Replay:
     """A logits processor that makes a recorded text the target's choice. Every other token becomes far less likely.
 
     Args:
-        num_prompt_tokens: The position at which the text begins.
         answer: The tokens of the text.
     """
 
@@ -263,19 +239,12 @@ def _edits(module: str) -> Iterator[Task]:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to write the texts of a round.
+    """One way to write the texts of a round."""
 
-    Attributes:
-        name: The name in reports.
-        write: Writes the texts of one round, from tasks or from encoded tasks.
-        peer: The name of the peer to which it belongs. None for a way of our own.
-        plain: Whether it is our own plain decoding, against which the others are measured.
-    """
-
-    name: str
-    write: Callable[[Sequence[Any]], Run]
-    peer: str | None = None
-    plain: bool = False
+    name: str  # the name in reports
+    write: Callable[[Sequence[Any]], Run]  # writes the texts of one round, from tasks or from encoded tasks
+    peer: str | None = None  # the name of the peer to which it belongs. None for a way of our own.
+    plain: bool = False  # whether it is our own plain decoding, against which the others are measured
 
 
 def ours(llm: LLM, way: DecodingConfig, temperature: float) -> Contestant:
@@ -302,13 +271,8 @@ def interleave(
     round in which one of our own ways was faster than it can be is measured again, and the last try counts.
 
     Args:
-        rounds: The prompts of each round.
-        contestants: The contestants in the order of their turns.
-        on_turn: Called after every turn.
-        on_dropout: Called when a peer fails. It gets no further turns, and those that it had do not count.
         who_goes_on: Called after every round, and names the contestants of the next one; None for all. The others keep
             their runs, and where it names nobody there is no next round.
-        on_again: Called with the number of its turns before a round is measured again.
     """
     writing = {contestant.name for contestant in contestants}
     runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
@@ -346,7 +310,7 @@ def interleave(
 
 
 def _is_possible(found: Mapping[str, Run], contestants: Sequence[Contestant]) -> bool:
-    """Whether each of our own ways may have been as fast as it was in a round."""
+    """Tells whether each of our own ways may have been as fast as it was in a round."""
     plain = next((found[c.name] for c in contestants if c.plain and c.name in found), None)
     ours = [found[c.name] for c in contestants if c.peer is None and c.name in found]
     return plain is None or all(possible_run(run, plain) for run in ours)
@@ -361,15 +325,7 @@ def encoded_tasks(
     """The tasks of each workload in the tokens of a model. Questions go through its chat template, if it has one.
 
     Args:
-        model: Folder or hub id.
         limit: The most tokens of a text, with its prompt.
-        tasks: The tasks by workload.
-        max_tokens: The output tokens of a task that is no replay.
-
-    Raises:
-        ModelLoadError: The tokenizer cannot be read.
-        InvalidParameterError: A conversation is given, and the model has no chat template.
-        InvalidPromptError: A prompt is no text, or it does not fit into the context with its output.
     """
     encoder = PromptEncoder(read_tokenizer(ModelConfig(model=model)), model)
     return {name: [_encoded(task, encoder, limit, max_tokens) for task in found] for name, found in tasks.items()}
@@ -407,7 +363,7 @@ _NOTICEABLE = 8
 
 
 def possible_speedup(speedup: float | None, tokens_per_pass: float | None) -> bool:
-    """Whether a way to draft may have been so much faster than plain decoding.
+    """Tells whether a way to draft may have been so much faster than plain decoding.
 
     A pass with drafts takes at least the time of one without. So nothing is faster by more than its tokens a pass.
 
@@ -419,12 +375,12 @@ def possible_speedup(speedup: float | None, tokens_per_pass: float | None) -> bo
 
 
 def possible_run(run: Run, plain: Run) -> bool:
-    """Whether a run of our own may have been so much faster than a plain one in the same round."""
+    """Tells whether a run of our own may have been so much faster than a plain one in the same round."""
     return possible_speedup(speed_ratio(run, plain), run.tokens_per_pass)
 
 
 def speed_ratio(run: Run, plain: Run) -> float | None:
-    """How much faster a run decoded than a plain one. None where one of the two speeds is not known."""
+    """Returns how much faster a run decoded than a plain one. None where one of the two speeds is not known."""
     if run.tokens_per_second is None or plain.tokens_per_second is None:
         return None
     return run.tokens_per_second / plain.tokens_per_second
@@ -452,8 +408,6 @@ def doubt_about_rows(seconds: Mapping[int, float], load: Load, *, on_processor: 
 
     Args:
         seconds: The seconds of a pass by its number of rows.
-        load: Of the machine, while they were measured.
-        on_processor: Whether the processor computed, and not a GPU beside it.
     """
     one = seconds.get(1)
     if one is None:

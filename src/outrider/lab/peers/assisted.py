@@ -36,23 +36,18 @@ _TEACHABLE = {"temperature", "top_k", "top_p", "min_p"}
 
 @dataclass(frozen=True)
 class Call:
-    """One way to call `generate`.
+    """One way to call `generate`."""
 
-    Attributes:
-        speculation: The arguments that turn speculation on. They give models and tokenizers by their names (`_Cast`).
-        assistant: Fields of the assistant's `generation_config`, where transformers looks for them.
-        params: The arguments that are the same with and without speculation.
-        num_layers: The number of layers of the target.
-        lossy_by_design: Whether the documentation says that the call is lossy. The finding is shown, but decides nothing.
-        may_raise: Whether the call raised in a release that was measured. A call that raises writes no wrong text, so the
-            error is shown and decides nothing. Any other call that raises has failed.
-    """
-
+    # The arguments that turn speculation on. They give models and tokenizers by their names (`_Cast`).
     speculation: Mapping[str, Any]
+    # Fields of the assistant's `generation_config`, where transformers looks for them.
     assistant: Mapping[str, Any] = field(default_factory=dict)
-    params: Mapping[str, Any] = field(default_factory=dict)
-    num_layers: int = 1
+    params: Mapping[str, Any] = field(default_factory=dict)  # the arguments that are the same with and without speculation
+    num_layers: int = 1  # the number of layers of the target
+    # Whether the documentation says that the call is lossy. The finding is shown, but decides nothing.
     lossy_by_design: bool = False
+    # Whether the call raised in a release that was measured. A call that raises writes no wrong text, so the error is shown
+    # and decides nothing. Any other call that raises has failed.
     may_raise: bool = False
 
     @property
@@ -64,7 +59,7 @@ class Call:
 
     @property
     def greedy(self) -> Call:
-        """The same call without the parameters that matter only to sampling."""
+        """Returns the same call without the parameters that matter only to sampling."""
         kept = {key: value for key, value in self.params.items() if key not in _SAMPLING}
         return replace(self, params=kept)
 
@@ -120,7 +115,6 @@ class AssistedGeneration:
     """The installed transformers.
 
     Args:
-        folder: Where the tiny models are written.
         calls: The calls to prove. None takes `CALLS`, or `QUICK_CALLS` where a quick run is asked for.
     """
 

@@ -34,40 +34,24 @@ _WARM_UP_PROMPT, _WARM_UP_TOKENS = (1, 2, 1, 2, 1, 2), 8
 
 @dataclass(frozen=True)
 class PeerMode:
-    """One setting of a peer.
+    """One setting of a peer."""
 
-    Attributes:
-        name: The name in reports, such as "plain" or "draft_model k=3".
-        kind: "plain", "draft_model" or "ngram".
-        num_draft_tokens: The most draft tokens in a step. 0 where the mode does not speculate.
-    """
-
-    name: str
-    kind: str
-    num_draft_tokens: int = 0
+    name: str  # the name in reports, such as "plain" or "draft_model k=3"
+    kind: str  # "plain", "draft_model" or "ngram"
+    num_draft_tokens: int = 0  # the most draft tokens in a step. 0 where the mode does not speculate.
 
 
 @dataclass(frozen=True)
 class PeerRun:
-    """The texts that a peer wrote at a time. Figures are None or empty where the peer does not tell them.
+    """The texts that a peer wrote at a time. Figures are None or empty where the peer does not tell them."""
 
-    Attributes:
-        texts: The output tokens of each text.
-        seconds: Wall time, prompts included.
-        first_token_seconds: Seconds until the first output of each text, which may be several tokens.
-        decode_tokens: The tokens that came after the first output of all.
-        decode_seconds: Wall time from then on.
-        num_draft_tokens: The number of draft tokens of all texts.
-        num_accepted_tokens: The number of accepted draft tokens of all texts.
-    """
-
-    texts: tuple[tuple[int, ...], ...]
-    seconds: float
-    first_token_seconds: tuple[float, ...]
-    decode_tokens: int
-    decode_seconds: float | None
-    num_draft_tokens: int | None
-    num_accepted_tokens: int | None
+    texts: tuple[tuple[int, ...], ...]  # the output tokens of each text
+    seconds: float  # wall time, prompts included
+    first_token_seconds: tuple[float, ...]  # seconds until the first output of each text, which may be several tokens
+    decode_tokens: int  # the tokens that came after the first output of all
+    decode_seconds: float | None  # wall time from then on
+    num_draft_tokens: int | None  # the number of draft tokens of all texts
+    num_accepted_tokens: int | None  # the number of accepted draft tokens of all texts
 
     @property
     def num_tokens(self) -> int:
@@ -76,40 +60,25 @@ class PeerRun:
 
 @dataclass(frozen=True)
 class PeerModels:
-    """The weights, which are the same for every engine.
+    """The weights, which are the same for every engine."""
 
-    Attributes:
-        target: Folder or hub id.
-        draft: Folder or hub id of a draft model with the same vocabulary. None where there is none.
-        dtype: "float32", "bfloat16", "int8" or "int4". The last two have a scale for 32 weights, as GGUF's Q8_0 and Q4_0.
-        num_threads: The number of threads that compute.
-        folder: Where converted files are kept from one run to the next.
-    """
-
-    target: str
-    draft: str | None
+    target: str  # folder or hub id
+    draft: str | None  # folder or hub id of a draft model with the same vocabulary. None where there is none.
+    # "float32", "bfloat16", "int8" or "int4". The last two have a scale for 32 weights, as GGUF's Q8_0 and Q4_0.
     dtype: str
-    num_threads: int
-    folder: Path
+    num_threads: int  # the number of threads that compute
+    folder: Path  # where converted files are kept from one run to the next
 
 
 @dataclass(frozen=True)
 class PeerRequest:
-    """The texts to write at a time. Each has exactly `max_tokens` tokens, even where one of them would end a text.
+    """The texts to write at a time. Each has exactly `max_tokens` tokens, even where one of them would end a text."""
 
-    Attributes:
-        mode: The mode of the peer.
-        prompts: The tokens of each prompt.
-        max_tokens: The length of each output.
-        temperature: 0 takes the likeliest token. Otherwise all tokens of the vocabulary may be drawn, without filters.
-        seed: The seed of the sampling. None leaves it to the peer.
-    """
-
-    mode: PeerMode
-    prompts: tuple[tuple[int, ...], ...]
-    max_tokens: int
-    temperature: float
-    seed: int | None
+    mode: PeerMode  # the mode of the peer
+    prompts: tuple[tuple[int, ...], ...]  # the tokens of each prompt
+    max_tokens: int  # the length of each output
+    temperature: float  # 0 takes the likeliest token. Otherwise all tokens of the vocabulary may be drawn, without filters.
+    seed: int | None  # the seed of the sampling. None leaves it to the peer.
 
     @property
     def batch(self) -> int:
@@ -129,24 +98,12 @@ class Peer(ABC):
 
     The process starts with the first text, and again after a failure that ended it. So a mode that crashes or hangs loses
     only its own figures. In one process, the thread pools of two engines would slow each other down.
-
-    Args:
-        models: What it loads.
-
-    Attributes:
-        name: The name that users give.
-        package: The package whose version is that of the peer.
-        dtypes: The types of weights that it can use.
-        drafts_in_batches: Whether it can draft for several texts at a time.
-
-    Raises:
-        InvalidParameterError: It cannot use weights of this type.
     """
 
-    name: ClassVar[str]
-    package: ClassVar[str]
-    dtypes: ClassVar[tuple[str, ...]]
-    drafts_in_batches: ClassVar[bool] = True
+    name: ClassVar[str]  # the name that users give
+    package: ClassVar[str]  # the package whose version is that of the peer
+    dtypes: ClassVar[tuple[str, ...]]  # the types of weights that it can use
+    drafts_in_batches: ClassVar[bool] = True  # whether it can draft for several texts at a time
 
     def __init__(self, models: PeerModels) -> None:
         if models.dtype not in self.dtypes:
@@ -178,12 +135,7 @@ class Peer(ABC):
         """The types in which it keeps weights and KV, in words for a report."""
 
     def modes(self, *, full: bool, batch: int = 1) -> Sequence[PeerMode]:
-        """The modes to measure, "plain" first.
-
-        Args:
-            full: Whether there are more draft lengths, as in a full run.
-            batch: The number of texts at a time.
-        """
+        """The modes to measure, "plain" first."""
         kinds = [kind for kind in _LENGTHS if kind != "draft_model" or self.models.draft is not None]
         if batch > 1 and not self.drafts_in_batches:
             kinds = []
@@ -204,16 +156,7 @@ class Peer(ABC):
         Before the first texts of a mode, and when the number of texts changes, short ones are written that do not count.
 
         Args:
-            mode: One of `modes`, or one with another draft length.
             prompts: The tokens of each prompt, at least one.
-            max_tokens: The length of each output, at least one. No token ends a text.
-            temperature: 0 for greedy text.
-            seed: The seed of the sampling.
-
-        Raises:
-            InvalidParameterError: A number is out of its range, or the mode needs a draft model and there is none.
-            InvalidPromptError: A prompt is empty, or there is none.
-            EngineAnswerError: The peer failed, crashed, took too long, or wrote another number of tokens.
         """
         request = PeerRequest(mode, tuple(map(tuple, prompts)), max_tokens, temperature, seed)
         self._check(request)
@@ -274,13 +217,8 @@ def build_with(engine: Callable[[PeerModels], PeerEngine], models: PeerModels) -
 
 
 def converted_path(folder: Path, checkpoint: str, kind: str) -> Path:
-    """The path in `folder` for `checkpoint`, converted to `kind`. The name changes when the files of the checkpoint change.
-
-    Args:
-        folder: The folder, which is made if it is missing.
-        checkpoint: Folder or hub id.
-        kind: A part of the name, such as "bfloat16.gguf".
-    """
+    """The path in `folder` for `checkpoint`, converted to `kind`. The name changes when the files of the checkpoint
+    change."""
     folder.mkdir(parents=True, exist_ok=True)
     source = Path(checkpoint)
     files = sorted(source.iterdir()) if source.is_dir() else []
@@ -291,11 +229,7 @@ def converted_path(folder: Path, checkpoint: str, kind: str) -> Path:
 
 def gguf_file(folder: Path, checkpoint: str, dtype: str) -> str:
     """The checkpoint as a GGUF file in which no token ends a text. The file is written if it is missing. A checkpoint
-    that is a GGUF file is taken as it is.
-
-    Raises:
-        UnsupportedModelError: GGUF cannot describe what this model computes.
-    """
+    that is a GGUF file is taken as it is."""
     if checkpoint.lower().endswith(".gguf"):
         return checkpoint
     from outrider.lab.convert.gguf import write_gguf  # imports torch, which a check of names does not need
@@ -319,12 +253,7 @@ class Failure:
 
 
 class Worker:
-    """Starts the process when it is needed, and ends it when it does not answer.
-
-    Args:
-        name: The name of the engine, for errors.
-        build: The function that builds the engine. The process must be able to import it.
-    """
+    """Starts the process when it is needed, and ends it when it does not answer."""
 
     def __init__(self, name: str, build: Callable[[], PeerEngine]) -> None:
         self._name, self._build = name, build
@@ -333,18 +262,14 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a process, which still holds what was loaded."""
+        """Tells whether there is a process, which still holds what was loaded."""
         return self._process is not None and self._process.is_alive()
 
     def ask(self, request: PeerRequest, deadline: float) -> PeerRun:
         """The answer to a request.
 
         Args:
-            request: One text to write.
             deadline: The seconds after which the process is ended.
-
-        Raises:
-            EngineAnswerError: The engine raised, its process died, or the deadline passed.
         """
         if not self.is_alive:
             self.close()

@@ -36,16 +36,7 @@ _REMEDY = "Prove it by sampling instead."
 
 
 def explore_torch(run: Callable[[], Outcome], *, max_paths: int = 100_000) -> Distribution:
-    """The exact distribution of what `run` returns, over everything that torch's global generator can draw.
-
-    Args:
-        run: The program. It is called once for each path.
-        max_paths: The number of paths beyond which to give up.
-
-    Raises:
-        UnforkableError: The program uses random numbers in a way that cannot be followed.
-        AssertionError: There are more than `max_paths` paths, or something besides the draws differs from run to run.
-    """
+    """The exact distribution of what `run` returns, over everything that torch's global generator can draw."""
 
     def forked(branches: Branches) -> Outcome:
         before = _generators()
@@ -65,12 +56,7 @@ def _generators() -> tuple[Any, ...]:
 
 
 class Uniforms:
-    """Uniform numbers that are known only by the answers to comparisons. Each element has one interval.
-
-    Args:
-        shape: The shape of the tensor that it stands for.
-        branches: The decisions of the path.
-    """
+    """Uniform numbers that are known only by the answers to comparisons. Each element has one interval."""
 
     def __init__(self, shape: torch.Size, branches: Branches) -> None:
         self.shape = shape
@@ -186,11 +172,7 @@ class Branches:
         return True
 
     def choose(self, chances: Sequence[float]) -> int:
-        """The choice of the script, or else the likeliest one. The other choices are left to later scripts.
-
-        Args:
-            chances: The probability of each choice. They sum to 1.
-        """
+        """The choice of the script, or else the likeliest one. The other choices are left to later scripts."""
         step = len(self._taken)
         if step < len(self._script):
             choice = self._script[step]
@@ -210,15 +192,7 @@ class Branches:
 
 
 def walk(run: Callable[[Branches], Outcome], *, max_paths: int = 100_000) -> Distribution:
-    """The exact distribution of what a program returns when all its chance comes from the branches it is given.
-
-    Args:
-        run: The program. After the same choices it must come to the same decisions.
-        max_paths: The number of paths beyond which to give up.
-
-    Raises:
-        AssertionError: There are more than `max_paths` paths, or the program is not deterministic.
-    """
+    """The exact distribution of what a program returns when all its chance comes from the branches it is given."""
     branches, probs, num_paths = Branches(), dict[Outcome, float](), 0
     while branches.start():
         outcome = run(branches)

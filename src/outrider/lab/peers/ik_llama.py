@@ -61,11 +61,7 @@ class IkLlamaPeer(Peer):
 
 
 class IkLlamaEngine:
-    """The target in memory, and a context for the number of texts that was last asked for.
-
-    Args:
-        models: What to load.
-    """
+    """The target in memory, and a context for the number of texts that was last asked for."""
 
     def __init__(self, models: PeerModels) -> None:
         from ik_llama_cpp import _ctypes_api

@@ -27,16 +27,7 @@ PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (TransformersPeer, L
 
 
 def open_peer(name: str, models: PeerModels) -> Peer:
-    """The peer called `name`, for use as a context manager. It has not loaded anything yet.
-
-    Args:
-        name: One of `PEERS`.
-        models: What it will load.
-
-    Raises:
-        InvalidParameterError: The peer is unknown, or it cannot use weights of this type.
-        MissingExtraError: A package is not installed.
-    """
+    """The peer called `name`, for use as a context manager. It has not loaded anything yet."""
     if name not in PEERS:
         raise InvalidParameterError("peer", name, "no such peer", f"Known are {', '.join(PEERS)}.")
     reason = PEERS[name].missing()
@@ -54,30 +45,17 @@ _NAMES = "transformers, llama.cpp, or the address of an OpenAI-compatible server
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options that only a server needs.
+    """Options that only a server needs."""
 
-    Attributes:
-        model: The name of the model in requests.
-        weights: Folder or hub id of the same weights, which become the reference.
-        plain: How to ask without speculation: another address, or fields of the request as a JSON object.
-        body: Fields of every request as a JSON object.
-    """
-
-    model: str | None = None
-    weights: str | None = None
-    plain: str | None = None
-    body: str | None = None
+    model: str | None = None  # the name of the model in requests
+    weights: str | None = None  # folder or hub id of the same weights, which become the reference
+    plain: str | None = None  # how to ask without speculation: another address, or fields of the request as a JSON object
+    body: str | None = None  # fields of every request as a JSON object
 
 
 @contextmanager
 def open_engine(name: str, options: ServerOptions) -> Iterator[OtherEngine]:
-    """The engine called `name`. It stops when the block ends.
-
-    Raises:
-        InvalidParameterError: The engine is unknown, or an option is not a JSON object.
-        ContradictionError: The engine has no use for an option.
-        OtherEngineError: The engine cannot run here.
-    """
+    """The engine called `name`. It stops when the block ends."""
     if name.startswith(("http://", "https://")):
         yield _server(name, options)
         return
@@ -138,13 +116,9 @@ _BUILDERS = {"transformers": _transformers, "llama.cpp": _llama_cpp}
 
 
 class OtherEngine(Protocol):
-    """An engine whose speculation is tested.
+    """An engine whose speculation is tested."""
 
-    Attributes:
-        title: Its name and version, as far as the engine tells them.
-    """
-
-    title: str
+    title: str  # its name and version, as far as the engine tells them
 
     def proofs(self, *, quick: bool) -> Sequence[Proof]:
         """The claims by name, each with the function that proves it. They run in order, one at a time."""

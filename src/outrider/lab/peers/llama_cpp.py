@@ -61,11 +61,7 @@ class LlamaCppPeer(Peer):
 
 
 class LlamaCppEngine:
-    """The servers of all modes.
-
-    Args:
-        models: What they load.
-    """
+    """The servers of all modes."""
 
     def __init__(self, models: PeerModels) -> None:
         import xllamacpp

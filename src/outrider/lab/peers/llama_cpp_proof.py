@@ -28,19 +28,12 @@ PROMPTS = ((1, 4, 5, 6, 4, 5), (1, 7, 8, 7, 8, 7, 8), (1, 9, 3, 9, 3, 5, 9, 3), 
 
 @dataclass(frozen=True)
 class Speculation:
-    """One way in which the server may speculate.
+    """One way in which the server may speculate."""
 
-    Attributes:
-        name: The parameters under the names of llama.cpp.
-        kind: The member of `common_speculative_type`, without its prefix.
-        draft: Fields of the draft model's parameters. None where no model drafts.
-        ngram: Fields of the n-gram parameters.
-    """
-
-    name: str
-    kind: str
-    draft: Mapping[str, Any] | None = None
-    ngram: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # the parameters under the names of llama.cpp
+    kind: str  # the member of `common_speculative_type`, without its prefix
+    draft: Mapping[str, Any] | None = None  # fields of the draft model's parameters. None where no model drafts.
+    ngram: Mapping[str, Any] = field(default_factory=dict)  # fields of the n-gram parameters
 
 
 SPECULATIONS = (
@@ -52,15 +45,7 @@ SPECULATIONS = (
 
 
 class LlamaCpp:
-    """A server for each way to speculate, and one that does not speculate.
-
-    Args:
-        folder: Where the tiny models are written.
-        stack: Closes the servers when it ends.
-
-    Raises:
-        MissingExtraError: A package is not installed.
-    """
+    """A server for each way to speculate, and one that does not speculate."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._native = _native()

@@ -57,11 +57,7 @@ class OpenVinoPeer(Peer):
 
 
 class OpenVinoEngine:
-    """A pipeline for each kind of mode. The draft length is a setting of the request.
-
-    Args:
-        models: What they load.
-    """
+    """A pipeline for each kind of mode. The draft length is a setting of the request."""
 
     def __init__(self, models: PeerModels) -> None:
         self._models = models

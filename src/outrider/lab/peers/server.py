@@ -49,12 +49,8 @@ class ServerProof:
     """A server that speculates, and what its texts are compared with.
 
     Args:
-        client: Asks the server with speculation.
         plain: Asks the same server or another one without speculation. None where that is not possible.
         weights: The target itself, as the reference. None takes the probabilities that the server reports.
-        prompts: The prompts. Two of them are sampled, and identical texts are checked on all.
-        num_texts: The number of texts that are sampled behind each of the two prompts.
-        length: The number of tokens of each sampled text.
     """
 
     def __init__(
@@ -74,11 +70,7 @@ class ServerProof:
         self._sampled: dict[Prompt, list[Answer]] = {}
 
     def reach(self) -> None:
-        """Ask for one token with and without speculation, so that a server that cannot answer fails only once.
-
-        Raises:
-            EngineAnswerError: The server cannot answer.
-        """
+        """Ask for one token with and without speculation, so that a server that cannot answer fails only once."""
         for client in filter(None, (self._client, self._plain)):
             client.complete(self._prompts[:1], max_tokens=1, temperature=0.0)
 
@@ -174,11 +166,7 @@ class ServerProof:
 
 
 class Reported:
-    """The probabilities that a server reports along its texts.
-
-    Args:
-        answers: Its answers to one prompt.
-    """
+    """The probabilities that a server reports along its texts."""
 
     def __init__(self, answers: Iterable[Answer]) -> None:
         self._seen: dict[Text, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -195,18 +183,15 @@ class Reported:
 
     @property
     def contradiction(self) -> float:
-        """How much two reports of one probability differ, or how much the probabilities behind one text exceed 1."""
+        """Returns how much two reports of one probability differ, or how much the probabilities behind one text exceed
+        1."""
         spreads = [max(v) - min(v) for rows in self._seen.values() for v in rows.values()]
         excesses = [sum((self.probs(start) or {}).values()) - 1.0 for start in self._seen]
         return max([0.0, *spreads, *excesses])
 
 
 class ReferenceModel:
-    """The target itself: the stock transformers model with the same weights, in float32.
-
-    Args:
-        path: Local folder or hub id.
-    """
+    """The target itself: the stock transformers model with the same weights, in float32."""
 
     def __init__(self, path: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -264,40 +249,26 @@ NUM_LOGPROBS = 5
 
 @dataclass(frozen=True)
 class Answer:
-    """One completion.
+    """One completion."""
 
-    Attributes:
-        text: The text as a string.
-        tokens: Its tokens as strings. Some servers leave out the token that ended the text.
-        token_ids: The ids of the tokens. None where the server does not tell them.
-        probs: For each token, the probabilities that the server reports for it and for its likeliest rivals.
-        num_drafted: The number of draft tokens that were verified. None where the server does not tell (llama.cpp does).
-    """
-
-    text: str
-    tokens: tuple[str, ...]
-    token_ids: tuple[int, ...] | None
+    text: str  # the text as a string
+    tokens: tuple[str, ...]  # its tokens as strings. Some servers leave out the token that ended the text.
+    token_ids: tuple[int, ...] | None  # the ids of the tokens. None where the server does not tell them.
+    # For each token, the probabilities that the server reports for it and for its likeliest rivals.
     probs: tuple[Mapping[str, float], ...]
+    # The number of draft tokens that were verified. None where the server does not tell (llama.cpp does).
     num_drafted: int | None = None
 
 
 @dataclass(frozen=True)
 class CompletionsClient:
-    """A client for one model of one server.
+    """A client for one model of one server."""
 
-    Attributes:
-        url: The address of the server, with or without `/v1`. The key is taken from OPENAI_API_KEY where that is set.
-        model: The name of the model in requests. None takes the first model that the server lists.
-        body: Further fields of every request.
-        timeout: The number of seconds to wait for an answer.
-        concurrency: The largest number of requests at a time.
-    """
-
-    url: str
-    model: str | None = None
-    body: Mapping[str, Any] = field(default_factory=dict)
-    timeout: float = 120.0
-    concurrency: int = 16
+    url: str  # the address of the server, with or without `/v1`. The key is taken from OPENAI_API_KEY where that is set.
+    model: str | None = None  # the name of the model in requests. None takes the first model that the server lists.
+    body: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
+    timeout: float = 120.0  # the number of seconds to wait for an answer
+    concurrency: int = 16  # the largest number of requests at a time
 
     def name(self) -> str:
         """The name of the model. Raises EngineAnswerError where the server lists none."""
@@ -310,15 +281,7 @@ class CompletionsClient:
             raise EngineAnswerError(self.url, "lists no model", "Name one with --model.") from error
 
     def complete(self, prompts: Sequence[str | Sequence[int]], **fields: Any) -> list[Answer]:
-        """One completion for each prompt, requested side by side.
-
-        Args:
-            prompts: Strings or token ids.
-            fields: Fields of the requests: max_tokens, temperature, seed, ...
-
-        Raises:
-            EngineAnswerError: A request failed, or an answer has no token probabilities.
-        """
+        """One completion for each prompt, requested side by side."""
         common = {"model": self.name(), "logprobs": NUM_LOGPROBS, "stream": False, **fields, **self.body}
 
         def one(prompt: str | Sequence[int]) -> Answer:
@@ -410,30 +373,18 @@ _CHANCE = 0.99
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a sample says about the distribution of texts.
+    """Holds what a sample says about the distribution of texts."""
 
-    Attributes:
-        p_value: The p-value of the chi-square. If it is small, the texts have another distribution.
-        num_cells: The number of cells that were compared.
-        distance: The total variation over the cells between measured and expected shares. Noise alone gives about
-            sqrt(cells / texts) / 3.
-        detectable: A total variation over these cells that would be noticed with a probability of 99 % or more.
-    """
-
-    p_value: float
-    num_cells: int
+    p_value: float  # the p-value of the chi-square. If it is small, the texts have another distribution.
+    num_cells: int  # the number of cells that were compared
+    # The total variation over the cells between measured and expected shares. Noise alone gives about sqrt(cells / texts) /
+    # 3.
     distance: float
-    detectable: float
+    detectable: float  # a total variation over these cells that would be noticed with a probability of 99 % or more
 
 
 def judge(texts: Iterable[Text], probs_of: ProbsOf, length: int) -> Judgement:
-    """Compare sampled texts with the probabilities that they ought to follow.
-
-    Args:
-        texts: Texts that were drawn independently, with `length` tokens each, or fewer where a text ended.
-        probs_of: The probabilities that they ought to follow.
-        length: The number of tokens that are compared.
-    """
+    """Compare sampled texts with the probabilities that they ought to follow."""
     drawn = [text[:length] for text in texts]
     least = max(LEAST, LEAST_SHARE * len(drawn))
     expected, counts = _merged(_expected(probs_of, length, drawn, least), drawn, least)
@@ -523,7 +474,7 @@ def _chi_square_cdf(freedom: int, x: float, noncentrality: float) -> float:
 
 
 def _bisect(falling: Callable[[float], float], high: float) -> float:
-    """Where a falling function that starts above 0 crosses 0."""
+    """Returns where a falling function that starts above 0 crosses 0."""
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2

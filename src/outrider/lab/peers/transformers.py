@@ -39,11 +39,7 @@ class TransformersPeer(Peer):
 
 
 class TransformersEngine:
-    """Target and draft model in memory.
-
-    Args:
-        models: What to load.
-    """
+    """Target and draft model in memory."""
 
     def __init__(self, models: PeerModels) -> None:
         import torch

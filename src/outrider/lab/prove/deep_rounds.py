@@ -45,36 +45,22 @@ Context = tuple[int, ...]
 
 @dataclass(frozen=True)
 class DeepSetting:
-    """One way to draft and verify a deep round.
+    """One way to draft and verify a deep round."""
 
-    Attributes:
-        name: A short name for reports.
-        about: What must happen at each depth: "stands" (a draft token is accepted), "doubted" (a path ends with a token of
-            low confidence), "unlikely" (the last row is a token of low probability), "parameters" (they change a row).
-        depth: Places of the longest path.
-        depths: (first, last) depth at which it must happen.
-        rule: As a caller asks for it.
-        tree: The shape: widths by depth, a name, or nothing for a chain.
-        num_draft_tokens: Most rows; 0 for as many as the depth.
-        min_confidence: Nothing is drafted behind a token that is less likely.
-        params: Fields of SamplingParams.
-        greedy: Whether the draft takes its most likely tokens.
-        text: What was written before the round.
-        vocab_size: Two tokens keep deep drafts few. What a residual leaves to several tokens needs three.
-    """
-
-    name: str
+    name: str  # a short name for reports
+    # What must happen at each depth: "stands" (a draft token is accepted), "doubted" (a path ends with a token of low
+    # confidence), "unlikely" (the last row is a token of low probability), "parameters" (they change a row).
     about: str = "stands"
-    depth: int = 7
-    depths: tuple[int, int] = (1, 7)
-    rule: RuleName = "auto"
-    tree: tuple[int, ...] | str = ()
-    num_draft_tokens: int = 0
-    min_confidence: float = 0.0
-    params: dict[str, Any] = field(default_factory=dict)
-    greedy: bool = False
-    text: Context = (0, 1, 1, 0, 1)
-    vocab_size: int = 2
+    depth: int = 7  # places of the longest path
+    depths: tuple[int, int] = (1, 7)  # (first, last) depth at which it must happen
+    rule: RuleName = "auto"  # as a caller asks for it
+    tree: tuple[int, ...] | str = ()  # the shape: widths by depth, a name, or nothing for a chain
+    num_draft_tokens: int = 0  # most rows; 0 for as many as the depth
+    min_confidence: float = 0.0  # nothing is drafted behind a token that is less likely
+    params: dict[str, Any] = field(default_factory=dict)  # fields of SamplingParams
+    greedy: bool = False  # whether the draft takes its most likely tokens
+    text: Context = (0, 1, 1, 0, 1)  # what was written before the round
+    vocab_size: int = 2  # two tokens keep deep drafts few. What a residual leaves to several tokens needs three.
 
 
 def _second_of_three(ids: Tensor, scores: Tensor) -> Tensor:
@@ -115,12 +101,7 @@ DEEP_SETTINGS = (
 
 
 class _Models:
-    """Logits of a target and of a draft that is like it; both look at the last two tokens and at the place.
-
-    Args:
-        seed: Fixes all of them.
-        vocab_size: Tokens that they know.
-    """
+    """Logits of a target and of a draft that is like it; both look at the last two tokens and at the place."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed, self._vocab_size = seed, vocab_size
@@ -141,9 +122,6 @@ class _ChainNoise(ForkingNoise):
 
     R1 reads how many fall True before the first that does not, and R3 which is the last one that falls True. All other
     coins make no difference, so they are given a value that would make one under the other rule.
-
-    Args:
-        rule: Which of the two.
     """
 
     def __init__(self, rule: RuleName) -> None:
@@ -185,21 +163,13 @@ def _product(chances: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class DeepRound:
-    """What a round may write, and what happens in it.
+    """Holds what a round may write, and what happens in it."""
 
-    Attributes:
-        probs: Of the tokens that it writes.
-        happens: By depth from 1, how likely it is that what the setting is about happens there.
-        num_drafts: Number of different drafts.
-        num_paths: Number of paths through their verification.
-        dropped: An upper bound of what was too unlikely to follow.
-    """
-
-    probs: dict[Context, float]
-    happens: list[float]
-    num_drafts: int
-    num_paths: int
-    dropped: float
+    probs: dict[Context, float]  # of the tokens that it writes
+    happens: list[float]  # by depth from 1, how likely it is that what the setting is about happens there
+    num_drafts: int  # number of different drafts
+    num_paths: int  # number of paths through their verification
+    dropped: float  # an upper bound of what was too unlikely to follow
 
 
 def prove_deep(setting: DeepSetting, seed: int = 1) -> Finding:
@@ -346,7 +316,7 @@ def _happens(
 
 
 def _is_doubted(setting: DeepSetting, models: _Models, draft: Draft, depth: int) -> bool:
-    """Whether a token of low confidence stands at this depth and ends its path."""
+    """Tells whether a token of low confidence stands at this depth and ends its path."""
     return any(
         at == depth and not draft.children(node) and _confidence(draft, node) < setting.min_confidence
         for node, at in enumerate(draft.depths)
@@ -354,13 +324,13 @@ def _is_doubted(setting: DeepSetting, models: _Models, draft: Draft, depth: int)
 
 
 def _is_unlikely(setting: DeepSetting, models: _Models, draft: Draft, depth: int) -> bool:
-    """Whether the last row has this depth, and its token was the less likely one."""
+    """Tells whether the last row has this depth, and its token was the less likely one."""
     last = len(draft) - 1
     return last >= 0 and draft.depths[last] == depth and _confidence(draft, last) < 0.5
 
 
 def _is_changed(setting: DeepSetting, models: _Models, draft: Draft, depth: int) -> bool:
-    """Whether the parameters change a row behind a token at this depth."""
+    """Tells whether the parameters change a row behind a token at this depth."""
     rows = _target_rows(setting, models, draft)
     return any(
         at == depth and rows[node + 1].tolist() != models.target((0, *setting.text, *path))

@@ -34,11 +34,7 @@ from outrider.verify.noise import Key, KeyedNoise, NoiseSource, Stream
 
 
 class _Around(Proposer):
-    """A draft model whose drafts are changed before the engine sees them.
-
-    Args:
-        inner: The draft model.
-    """
+    """A draft model whose drafts are changed before the engine sees them."""
 
     def __init__(self, inner: DraftModelProposer) -> None:
         self._inner = inner
@@ -114,10 +110,6 @@ class FaultyProposer(_Around):
 class BreakingNoise:
     """Chance that raises when a proposer draws on behind a certain token, as a proposer does that knows no more of it.
 
-    Args:
-        source: Where chance comes from.
-        token: The token.
-
     Attributes:
         num_breaks: How often it raised.
     """
@@ -156,15 +148,11 @@ class BreakingNoise:
 
 
 class _OfDraftModel(Method):
-    """The settings of a method that changes the drafts of a draft model.
-
-    Attributes:
-        model: The draft model.
-    """
+    """The settings of a method that changes the drafts of a draft model."""
 
     name: ClassVar[str] = "_prove_around"
 
-    model: str
+    model: str  # the draft model
 
     def inner(self, context: ProposerContext) -> DraftModelProposer:
         """The draft model, in float64 throughout."""
@@ -184,15 +172,11 @@ class Merged(_OfDraftModel):
 
 
 class Faulty(_OfDraftModel):
-    """The settings of `FaultyProposer`.
-
-    Attributes:
-        fault: How it fails, one of `FAULTS`.
-    """
+    """The settings of `FaultyProposer`."""
 
     name: ClassVar[str] = "_prove_faulty"
 
-    fault: Literal["raises", "nan row", "truncated", "token outside", "too long"]
+    fault: Literal["raises", "nan row", "truncated", "token outside", "too long"]  # how it fails, one of `FAULTS`
 
     def build(self, context: ProposerContext) -> Proposer:
         return FaultyProposer(self.inner(context), self.fault)
@@ -236,18 +220,7 @@ registry.register(Faulty)
 
 
 class EngineProof:
-    """A loaded pair of models. It computes the distribution of the engine's output under any setting.
-
-    Args:
-        target: Path of a checkpoint over three tokens, or over more where `top_k` leaves few of them.
-        draft: Path of another checkpoint over the same tokens.
-        speaks: Whether both were saved with a tokenizer and an end of text.
-        crossed: Whether the draft has a vocabulary of its own.
-        heads: Folders of heads for the target, by method.
-        layered: Path of a draft model of several layers.
-        layered_heads: Folders of its heads, by method.
-        prompt: What the texts go on from.
-    """
+    """A loaded pair of models. It computes the distribution of the engine's output under any setting."""
 
     def __init__(
         self,
@@ -275,13 +248,7 @@ class EngineProof:
         self._reference = TeacherForced(target, (len(PIECES) - 1,) if speaks else ())
 
     def prove(self, setting: Setting, length: int = 4, *, faultless: bool = False) -> Finding:
-        """Total variation between the engine's joint distribution and that of the stock model.
-
-        Args:
-            setting: What is asked for.
-            length: Tokens of each text.
-            faultless: Whether a proposer that breaks its promises fails, though the engine keeps the text right.
-        """
+        """Total variation between the engine's joint distribution and that of the stock model."""
         params = SamplingParams(**{"max_tokens": length, **setting.params})
         stats = self.llm.stats.finished
         before = stats.num_proposer_faults
@@ -382,7 +349,8 @@ def _planner(rounds: Sequence[tuple[SpeculationConfig, ...]], setting: Setting) 
 
 
 def _raises(config: SpeculationConfig) -> bool:
-    """Whether a proposer of these settings, or one inside it, has the planted fault that ends the drafts of a batch."""
+    """Tells whether a proposer of these settings, or one inside it, has the planted fault that ends the drafts of a
+    batch."""
     if config.method is None:
         return False
     return getattr(config.method, "fault", None) == "raises" or any(map(_raises, config.method.nested.values()))

@@ -30,17 +30,11 @@ Name = tuple[int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Distribution:
-    """What a program may return, and how likely.
+    """Holds what a program may return, and how likely."""
 
-    Attributes:
-        probs: Probability of each outcome.
-        num_paths: The number of paths through the program.
-        dropped: An upper bound of the probability of all branches that were too unlikely to follow.
-    """
-
-    probs: dict[Outcome, float]
-    num_paths: int = 0
-    dropped: float = 0.0
+    probs: dict[Outcome, float]  # probability of each outcome
+    num_paths: int = 0  # the number of paths through the program
+    dropped: float = 0.0  # an upper bound of the probability of all branches that were too unlikely to follow
 
 
 def total_variation(a: Mapping[Any, float], b: Mapping[Any, float]) -> float:
@@ -187,15 +181,7 @@ def explore(
     """The exact distribution of what a program returns when all its chance comes from `noise`.
 
     Args:
-        run: Runs the given number of copies of the program side by side and returns their outcomes. Each copy draws under
-            owner ids of its own, which rise from copy to copy. A single copy may use several owners.
-        noise: The source of noise that the program uses.
         width: The largest number of copies in one run. Copies share batches and caches, so that these are proved too.
-        max_paths: The number of paths beyond which to give up.
-
-    Raises:
-        NoiseReuseError: The program used a key twice.
-        AssertionError: There are more than `max_paths` paths, or something besides the noise differs from run to run.
     """
     noise.begin()
     probs: dict[Outcome, float] = {}

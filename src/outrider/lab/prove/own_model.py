@@ -48,14 +48,7 @@ class OwnModel:
 
     Args:
         model: Path or hub id. None takes the embedded pair.
-        draft_model: Path or hub id of its draft model, if there is one.
         speculations: The ways to draft. None takes the built-in methods.
-        activations: What enters products with rounded weights, as LLM takes it, and as it chooses where none is
-            given.
-
-    Raises:
-        InvalidParameterError: A folder does not exist.
-        ContradictionError: Rows are to be rounded, and would meet no rounded weights. No weight has been read.
     """
 
     def __init__(
@@ -168,8 +161,8 @@ class OwnModel:
         return Finding(audit.worst, KV_BOUND, f"{audit.num_checked} comparisons with a fresh prefill", holds)
 
     def _predicted(self, texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """What a caller might predict: some texts behind one another, each with another token in its middle. Only the
-        method `prediction` drafts from it."""
+        """Returns what a caller might predict: some texts behind one another, each with another token in its middle. Only
+        the method `prediction` drafts from it."""
         vocab_size = self.llm.engine.runner.loaded.vocab_size
         changed = [
             (*text[: len(text) // 2], (text[len(text) // 2] + 1) % vocab_size, *text[len(text) // 2 + 1 :])
@@ -188,21 +181,14 @@ class OwnModel:
 
 @dataclass
 class CacheAudit:
-    """The largest difference that was seen, and the number of comparisons.
+    """The largest difference that was seen, and the number of comparisons."""
 
-    Attributes:
-        engine: The engine whose target memory is audited.
-        drafts: Draft models with the target's tokens whose memory is audited too, with what they have computed ahead.
-        worst: The largest difference, relative to the largest entry of its tensor.
-        num_checked: How many times a sequence was compared.
-        num_ahead: How many tokens ahead of their texts were compared in added layers of draft models.
-    """
-
-    engine: Engine
+    engine: Engine  # the engine whose target memory is audited
+    # Draft models with the target's tokens whose memory is audited too, with what they have computed ahead.
     drafts: Sequence[ModelRunner] = ()
-    worst: float = 0.0
-    num_checked: int = 0
-    num_ahead: int = 0
+    worst: float = 0.0  # the largest difference, relative to the largest entry of its tensor
+    num_checked: int = 0  # how many times a sequence was compared
+    num_ahead: int = 0  # how many tokens ahead of their texts were compared in added layers of draft models
 
     def run(self) -> None:
         """Step the engine until it is idle, and audit every running sequence after every step."""
@@ -261,7 +247,7 @@ def _kept(runner: ModelRunner, state: SequenceState, num_tokens: int) -> Iterato
 def _fresh(
     runner: ModelRunner, tokens: Sequence[int], text: Sequence[int], source: tuple[int, ...] | None
 ) -> tuple[list[Tensor], Mapping[int, Tensor]]:
-    """The same as a fresh prefill leaves it, and the hidden states that added layers read."""
+    """Returns the same as a fresh prefill leaves it, and the hidden states that added layers read."""
     other = runner.with_own_memory(len(tokens) + len(source or ()))
     state = other.memory.state(source=source)
     state.open(text, share=False)

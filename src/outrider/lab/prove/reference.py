@@ -90,12 +90,7 @@ KINDS = ("generic", "zeros", "equal", "one-hot draft", "one-hot target", "disjoi
 
 
 class Case:
-    """The probabilities of a target and of a draft, for every context over three tokens.
-
-    Args:
-        kind: One of KINDS. "mixed" chooses another kind for every context.
-        seed: Fixes all probabilities.
-    """
+    """The probabilities of a target and of a draft, for every context over three tokens."""
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind, self.seed = kind, seed

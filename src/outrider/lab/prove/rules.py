@@ -303,17 +303,11 @@ _PROMPT = (0,)
 
 @dataclass
 class WrittenText:
-    """A prompt of one token, and the text behind it.
+    """A prompt of one token, and the text behind it."""
 
-    Attributes:
-        view: The sequence as proposers see it.
-        tokens: All tokens, the prompt's included.
-        rule: The rule that verifies its drafts.
-    """
-
-    view: ProposerSequence
-    tokens: list[int]
-    rule: RuleName
+    view: ProposerSequence  # the sequence as proposers see it
+    tokens: list[int]  # all tokens, the prompt's included
+    rule: RuleName  # the rule that verifies its drafts
 
     @staticmethod
     def begin(seq_id: int, rule: RuleName) -> WrittenText:

@@ -23,28 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """The measurement that decides whether a claim holds.
+    """The measurement that decides whether a claim holds."""
 
-    Attributes:
-        measured: The measured number; NaN where there is none.
-        bound: The largest number with which the claim holds.
-        detail: How the number was established.
-        holds: Whether the claim holds, where that is not simply `measured <= bound`.
-        informs: The finding is shown for information and decides nothing, since nobody promised the claim.
-        horizon: The tokens of the joint distribution that was enumerated. None where none was. What is wrong only behind so
-            many tokens is not seen.
-    """
-
-    measured: float
-    bound: float
-    detail: str
-    holds: bool | None = None
-    informs: bool = False
+    measured: float  # the measured number; NaN where there is none
+    bound: float  # the largest number with which the claim holds
+    detail: str  # how the number was established
+    holds: bool | None = None  # whether the claim holds, where that is not simply `measured <= bound`
+    informs: bool = False  # the finding is shown for information and decides nothing, since nobody promised the claim
+    # The tokens of the joint distribution that was enumerated. None where none was. What is wrong only behind so many
+    # tokens is not seen.
     horizon: int | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether the claim holds, or decides nothing."""
+        """Tells whether the claim holds, or decides nothing."""
         return self.informs or (self.measured <= self.bound if self.holds is None else self.holds)
 
     @property
@@ -81,15 +73,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of one run. It passes where there are checks and all of them pass.
+    """All checks of one run. It passes where there are checks and all of them pass."""
 
-    Attributes:
-        checks: In order.
-        unasked: What can be asked for, and no check asks; empty where nobody looked.
-    """
-
-    checks: tuple[Check, ...]
-    unasked: tuple[str, ...] = ()
+    checks: tuple[Check, ...]  # in order
+    unasked: tuple[str, ...] = ()  # what can be asked for, and no check asks; empty where nobody looked
 
     @property
     def passed(self) -> bool:
@@ -97,7 +84,7 @@ class Report:
 
     @property
     def horizon(self) -> str:
-        """How many tokens the enumerated distributions have; empty where none was enumerated."""
+        """Returns how many tokens the enumerated distributions have; empty where none was enumerated."""
         reach = sorted({check.finding.horizon for check in self.checks if check.finding.horizon is not None})
         if not reach:
             return ""
@@ -162,14 +149,7 @@ def run_in_processes(
     num_processes: int,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
-    """Run the proofs of `plan` in processes of one thread each. Every process has a folder and a plan of its own.
-
-    Args:
-        plan: Takes a folder and returns the proofs, the same ones each time. It must be picklable.
-        folder: The folder in which the processes make theirs.
-        num_processes: How many processes to start.
-        on_check: Called after each check, in the order in which the checks end.
-    """
+    """Run the proofs of `plan` in processes of one thread each. Every process has a folder and a plan of its own."""
     count = len(list(plan(folder)))
     checks: dict[int, Check] = {}
     with ProcessPoolExecutor(num_processes, get_context("spawn"), _enter_process, (plan, folder)) as pool:

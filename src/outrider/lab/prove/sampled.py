@@ -53,11 +53,6 @@ def sample_p_value(rule: str, num_samples: int, bits: Bits = production_bits) ->
     """The p-value of the first three tokens of many requests under the joint distribution of the target.
 
     The tokens are drafted and verified.
-
-    Args:
-        rule: "token", "block", "walk" or "coupled".
-        num_samples: The number of requests. Their seeds are 0 to num_samples - 1.
-        bits: The source of random bits.
     """
     generator = torch.Generator().manual_seed(1)
     target = torch.rand(VOCAB, VOCAB, VOCAB, VOCAB, generator=generator, dtype=torch.float64) + 0.05
@@ -158,12 +153,7 @@ Context = tuple[int, ...]
 
 
 class TeacherForced:
-    """A checkpoint that runs in transformers alone, in float64.
-
-    Args:
-        path: The path of the checkpoint.
-        end_token_ids: The tokens that end a text.
-    """
+    """A checkpoint that runs in transformers alone, in float64."""
 
     def __init__(self, path: str, end_token_ids: Sequence[int] = ()) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -177,13 +167,7 @@ class TeacherForced:
         self._logits: dict[tuple[Context, Context], list[float]] = {}
 
     def distribution(self, prompt: Context, params: SamplingParams, language: Sequence[str] = ()) -> dict[Outcome, float]:
-        """The joint distribution of the samples that `params` asks for. They are independent, and each ends by itself.
-
-        Args:
-            prompt: Token ids; of a model with an encoder, those that it reads.
-            params: What the engine is asked for.
-            language: Every text that `params.structured_outputs` admits; () where no structure is asked for.
-        """
+        """The joint distribution of the samples that `params` asks for. They are independent, and each ends by itself."""
         source: Context = ()
         if self._reads_source:
             source, prompt = prompt, (self._model.config.decoder_start_token_id,)
@@ -229,10 +213,8 @@ def process(
 
     Args:
         logits: The logits of the model [vocab_size].
-        params: The parameters.
         prompt: Tokens of the prompt.
         written: The output tokens so far.
-        stops: The tokens that end the text.
         allowed: The tokens that the structure admits next. None where no structure is asked for.
     """
     scores = _penalised([x + params.logit_bias.get(t, 0.0) for t, x in enumerate(logits)], params, prompt, written)

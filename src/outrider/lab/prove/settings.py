@@ -10,31 +10,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to ask the engine for text.
+    """One way to ask the engine for text."""
 
-    Attributes:
-        name: A short name for reports.
-        speculation: The settings in the form of one mapping. The path of the draft model is filled in later.
-        params: Fields of SamplingParams.
-        turns: The methods that draft in each round; within a round each one drafts behind the one before. Round r takes the
-            entry at r modulo the number of entries. Empty where the request's own method drafts in every round.
-        by_drafts: Whether the entry of `turns` is taken at the number of tokens drafted so far instead of the round, as a
-            planner does that goes by what came of earlier drafts.
-        language: Every text that the requested structure admits. It needs a pair of models with a tokenizer.
-        prediction: The tokens that the caller predicts.
-        namespace: Whose prompts and texts these are.
-        fails_behind: A token behind which no further draw of a draft succeeds, so that the proposer raises; None plants no
-            such fault.
-    """
-
-    name: str
+    name: str  # a short name for reports
+    # The settings in the form of one mapping. The path of the draft model is filled in later.
     speculation: dict[str, Any] = field(default_factory=lambda: {"method": "none"})
-    params: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)  # fields of SamplingParams
+    # The methods that draft in each round; within a round each one drafts behind the one before. Round r takes the entry at
+    # r modulo the number of entries. Empty where the request's own method drafts in every round.
     turns: tuple[tuple[dict[str, Any], ...], ...] = ()
+    # Whether the entry of `turns` is taken at the number of tokens drafted so far instead of the round, as a planner does
+    # that goes by what came of earlier drafts.
     by_drafts: bool = False
+    # Every text that the requested structure admits. It needs a pair of models with a tokenizer.
     language: tuple[str, ...] = ()
-    prediction: tuple[int, ...] = ()
-    namespace: str | None = None
+    prediction: tuple[int, ...] = ()  # the tokens that the caller predicts
+    namespace: str | None = None  # whose prompts and texts these are
+    # A token behind which no further draw of a draft succeeds, so that the proposer raises; None plants no such fault.
     fails_behind: int | None = None
 
 

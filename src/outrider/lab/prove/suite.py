@@ -76,14 +76,6 @@ def run_suite(
 
     Args:
         model: The model on which texts and the KV memory are checked. None takes the embedded pair.
-        draft_model: Its draft model.
-        activations: What enters its products with rounded weights, as LLM takes it.
-        quick: Run fewer cases and samples, in this process. A full run uses two processes.
-        on_check: Called after each check.
-
-    Raises:
-        InvalidParameterError: A folder does not exist.
-        ContradictionError: Rows are to be rounded, and would meet no rounded weights.
     """
     OwnModel(model, draft_model, activations=activations)  # refuses before the long proofs that need no model
     plan = partial(proofs, model=model, draft_model=draft_model, activations=activations, quick=quick)
@@ -105,15 +97,7 @@ def run_method_suite(
     """Run the proofs of one method alone.
 
     Args:
-        asked: Its settings in the form of one mapping, see SpeculationConfig.of.
         model: The model on which texts are compared. None takes the embedded pair.
-        draft_model: Its draft model.
-        activations: What enters its products with rounded weights, as LLM takes it.
-        quick: Take fewer settings and shorter texts.
-        on_check: Called after each check.
-
-    Raises:
-        InputError: The method, a setting or a folder does not exist.
     """
     own = OwnModel(model, draft_model, speculations(asked), activations)
     for config in own.speculations:  # settings that do not fit the model are refused before any proof
@@ -127,24 +111,20 @@ def run_method_suite(
 
 
 def _layers_for(method: Method | None) -> int:
-    """As many layers as a small target needs, so that the settings of a method fit it, too."""
+    """Returns as many layers as a small target needs, so that the settings of a method fit it, too."""
     named = [method.layers or 0] if isinstance(method, EarlyExit) else []
     named += (method.skip or ()) if isinstance(method, LayerSkip) else ()
     return max(SHARED_TARGET_LAYERS, *(layer + 1 for layer in named), 0)
 
 
 def num_method_checks(asked: Mapping[str, Any], *, quick: bool = False) -> int:
-    """How many checks `run_method_suite` makes, for progress bars.
-
-    Raises:
-        InputError: The method or a setting does not exist.
-    """
+    """Returns how many checks `run_method_suite` makes, for progress bars."""
     own = OwnModel(None, None, speculations(asked))
     return len(list(method_proofs(asked, _TinyPair(Path()).prove, own, quick=quick)))
 
 
 def num_checks(*, quick: bool = False) -> int:
-    """How many checks `run_suite` makes, for progress bars."""
+    """Returns how many checks `run_suite` makes, for progress bars."""
     return len(list(proofs(Path(), None, None, quick=quick)))
 
 
@@ -156,15 +136,7 @@ def proofs(
     activations: ActivationsName | None = None,
     quick: bool,
 ) -> Iterator[Proof]:
-    """All claims, each with the function that proves it.
-
-    Args:
-        folder: Where small checkpoints are written.
-        model: See `run_suite`.
-        draft_model: See `run_suite`.
-        activations: See `run_suite`.
-        quick: See `run_suite`.
-    """
+    """All claims, each with the function that proves it."""
     yield from _rule_proofs(12 if quick else 56)
     for rule in ("token", "block", "walk", "coupled"):
         yield f"random numbers, {rule}", partial(prove_sampled, rule, 100_000 if quick else 1_000_000)
@@ -228,14 +200,7 @@ _SEEDS = {"target": 1, "draft": 2}
 
 
 class _TinyPair:
-    """Two random models over three tokens, made when they are first used.
-
-    Args:
-        folder: Where they are written.
-        speaks: Whether they have a tokenizer and an end of text.
-        num_layers: Of the target.
-        crossed: Whether each has a tokenizer of its own.
-    """
+    """Two random models over three tokens, made when they are first used."""
 
     def __init__(self, folder: Path, *, speaks: bool = False, num_layers: int = 1, crossed: bool = False) -> None:
         self._folder, self._speaks, self._crossed = folder, speaks or crossed, crossed
@@ -259,12 +224,7 @@ class _TinyPair:
 
 
 class _SavedPair:
-    """Two random models over three tokens of another kind than a Llama, made when they are first used.
-
-    Args:
-        folder: Where they are written.
-        save: Writes one of them to a folder, from a seed; returns its path.
-    """
+    """Two random models over three tokens of another kind than a Llama, made when they are first used."""
 
     def __init__(self, folder: Path, save: Callable[[Path, int], str]) -> None:
         self._folder = folder
@@ -311,12 +271,7 @@ _VARIED = frozenset({"num_draft_tokens", "tree", "rule", "draft_sampling"})
 
 
 def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
-    """Ways to use a method over a vocabulary of three tokens.
-
-    Args:
-        asked: Its settings in the form of one mapping. A method with a draft model takes the one of the proof unless it is
-            given another. Heads fit one target only, so a method with heads always takes those of the proof.
-    """
+    """Ways to use a method over a vocabulary of three tokens."""
     method = _with_models({name: value for name, value in asked.items() if name not in _VARIED})
     base = {**method, "num_draft_tokens": _length(method, 2)}
     found = [
@@ -371,12 +326,7 @@ def _doubting(settings: Any) -> Any:
 
 
 def _with_models(asked: Mapping[str, Any] | str, stage: int = 0) -> dict[str, Any]:
-    """Settings with the models of the proof, in the settings inside them too.
-
-    Args:
-        asked: The settings, or a method's name.
-        stage: How many stages they draft for.
-    """
+    """Settings with the models of the proof, in the settings inside them too."""
     method = {"method": asked} if isinstance(asked, str) else dict(asked)
     staged = _model_of_stage(method.get("drafter"), stage)
     usual = {"draft_model": _STAGES[stage], "staged": staged, "cross_vocabulary": {"model": OTHER_DRAFT}}
@@ -406,11 +356,8 @@ def method_proofs(
     """The claims about one method, each with the function that proves it.
 
     Args:
-        asked: The method's settings in the form of one mapping.
         prove: Proves the engine's joint distribution under a setting, for a number of tokens, and that the method has no
             fault where that is asked.
-        own: The model on which texts are compared.
-        quick: Take fewer settings and shorter texts.
     """
     settings = method_settings(asked)
     tokens = 4 if asked["method"] in HEAD_METHODS else 3

@@ -82,11 +82,6 @@ def save_tiny_hybrid(folder: Path, seed: int, *, num_layers: int = 2) -> str:
 
     Stock transformers computes a convolution in float64, so that bounds are as tight as for a Llama. The states of other
     layers are float32 there.
-
-    Args:
-        folder: The folder to write to.
-        seed: Fixes the weights, which are as wide as those of `save_tiny_llama`.
-        num_layers: The number of layers.
     """
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
@@ -108,12 +103,7 @@ def save_tiny_hybrid(folder: Path, seed: int, *, num_layers: int = 2) -> str:
 
 
 def save_tiny_t5(folder: Path, seed: int) -> str:
-    """Write a T5 over three tokens, whose bias by distance has few buckets; returns its path.
-
-    Args:
-        folder: The folder to write to.
-        seed: Fixes the weights, which are as wide as those of `save_tiny_llama`.
-    """
+    """Write a T5 over three tokens, whose bias by distance has few buckets; returns its path."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -186,7 +176,7 @@ def raise_engine_norms(llm: LLM) -> None:
 
 
 def _raise_norms_of(proposer: Proposer) -> None:
-    """The same for the model of a proposer, and for those of its drafter where it has one."""
+    """Raises the norms of the model of a proposer, and those of its drafter's where it has one."""
     runner, stage = getattr(proposer, "runner", None), getattr(proposer, "stage", None)
     if runner is not None:
         raise_norms(runner.loaded.model)
@@ -205,12 +195,7 @@ FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp", "dflash", "peagle"})
 
 
 def random_config(method: str, target: HeadTarget) -> HeadsConfig:
-    """Heads of a method as small as they can be for a target.
-
-    Args:
-        method: "medusa", "blockwise" or "exit".
-        target: Whom they are for.
-    """
+    """Heads of a method as small as they can be for a target."""
     if method == "medusa":
         width = target.hidden_size
         return MedusaConfig(target=target, layer=target.num_layers, normed=True, heads=3, width=width)
@@ -222,12 +207,7 @@ def random_config(method: str, target: HeadTarget) -> HeadsConfig:
 
 def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
     """Write heads of each method for a tiny target; returns their folders by method. Those that read features need three
-    layers, and layers that predict several tokens serve a Llama alone.
-
-    Args:
-        folder: Where to write them.
-        target: Folder of the target.
-    """
+    layers, and layers that predict several tokens serve a Llama alone."""
     found = {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
     eagle3 = save_random_eagle(
         folder / "eagle3",
@@ -253,16 +233,7 @@ def save_layered(folder: Path, num_layers: int) -> dict[str, Any]:
 
 
 def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:
-    """Write heads with random weights for a checkpoint; returns their folder.
-
-    Args:
-        folder: Where to write them.
-        target: Folder of the target.
-        method: "medusa", "blockwise" or "exit".
-        seed: Fixes the weights.
-        scale: Standard deviation of the weights.
-        changes: Other values for fields of their configuration.
-    """
+    """Write heads with random weights for a checkpoint; returns their folder."""
     from transformers import AutoModelForCausalLM
 
     with exclusive_transformers():

@@ -42,16 +42,7 @@ def save_random_eagle(
     """Write a head with random weights for a checkpoint; returns its folder.
 
     Args:
-        folder: Where to write it.
-        target: Folder of the target.
-        layout: A key of LAYOUTS.
-        seed: Fixes the weights.
-        scale: Standard deviation of the weights.
         draft_tokens: The target's tokens that it drafts, in ascending order; None for all.
-        sizes: Other fields of its layer.
-        own_embedding: Whether it brings embeddings: the target's where they are as wide, else random ones.
-        own_output: Whether it brings an output layer; one of EAGLE-1 never does.
-        fields: Other fields of its configuration.
     """
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig
@@ -100,12 +91,7 @@ def _head_mapping(layout: str, target: str, layer: dict[str, Any], fields: dict[
 
 
 def layer_shapes(layer: dict[str, Any], read: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a layer but for its first norms.
-
-    Args:
-        layer: Its sizes, by transformers' names.
-        read: Numbers that its attention reads.
-    """
+    """Shapes of the tensors of a layer but for its first norms."""
     hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     queries, kept = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
     shapes: dict[str, tuple[int, ...]] = {"post_attention_layernorm.weight": (hidden,)}
@@ -123,7 +109,7 @@ def layer_shapes(layer: dict[str, Any], read: int) -> dict[str, tuple[int, ...]]
 
 
 def _eagle1_shapes(layer: dict[str, Any], mapping: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of all tensors of an EAGLE-1 head but the embeddings."""
+    """Returns the shapes of all tensors of an EAGLE-1 head but the embeddings."""
     hidden = layer["hidden_size"]
     shapes = {HEAD_LAYOUTS["safeailab1"] + name: shape for name, shape in layer_shapes(layer, hidden).items()}
     return shapes | {"fc.weight": (hidden, 2 * hidden)} | ({"fc.bias": (hidden,)} if mapping.get("bias", True) else {})
@@ -132,7 +118,7 @@ def _eagle1_shapes(layer: dict[str, Any], mapping: dict[str, Any]) -> dict[str, 
 def _eagle3_shapes(
     layout: str, layer: dict[str, Any], mapping: dict[str, Any], wide: int, drafted: int
 ) -> dict[str, tuple[int, ...]]:
-    """Of all tensors of an EAGLE-3 head but the embeddings and the columns of tokens."""
+    """Returns the shapes of all tensors of an EAGLE-3 head but the embeddings and the columns of tokens."""
     hidden, named = layer["hidden_size"], mapping.get("eagle_config", mapping).get("eagle_aux_hidden_state_layer_ids")
     count = len(named or (0, 0, 0))
     of_layer = dict.fromkeys(("hidden_norm.weight", "input_layernorm.weight"), (hidden,)) | layer_shapes(layer, 2 * hidden)
@@ -146,13 +132,7 @@ def _eagle3_shapes(
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
-    """Normal numbers; norms lie around 1.
-
-    Args:
-        shapes: By name.
-        seed: Fixes them.
-        scale: Their standard deviation.
-    """
+    """Normal numbers; norms lie around 1."""
     generator = torch.Generator().manual_seed(seed)
     found = {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
     return {name: values + 1.0 if "norm" in name else values for name, values in found.items()}
@@ -180,16 +160,7 @@ def save_random_dflash(
     """Write a block drafter with random weights for a checkpoint; returns its folder.
 
     Args:
-        folder: Where to write it.
-        target: Folder of the target.
-        layout: One of LAYOUTS.
-        seed: Fixes the weights.
-        scale: Standard deviation of the weights.
-        block_size: Rows of its block.
-        inputs: The target's layers whose inputs it reads, from 1 on.
         draft_tokens: The target's tokens that it drafts, in ascending order, in the layout of speculators; None for all.
-        sizes: Other fields of its layers.
-        fields: Other fields of its configuration.
     """
     from safetensors.torch import save_file
     from transformers import AutoConfig
@@ -238,7 +209,7 @@ def _block_mapping(
 
 
 def _shapes(layers: dict[str, Any], num_read: int, wide: int) -> dict[str, tuple[int, ...]]:
-    """Of the tensors that every layout has."""
+    """Returns the shapes of the tensors that every layout has."""
     hidden = layers["hidden_size"]
     of_layer = {"input_layernorm.weight": (hidden,), **layer_shapes(layers, hidden)}
     shapes = {f"layers.{i}.{name}": shape for i in range(layers["num_hidden_layers"]) for name, shape in of_layer.items()}
@@ -269,16 +240,7 @@ MTP_LAYOUTS: dict[str, tuple[str, str | None, tuple[str, str, str, str], str]] =
 def save_random_mtp(
     folder: Path, target: str, layout: str, num_layers: int = 1, seed: int = 1, *, scale: float = 0.3
 ) -> str:
-    """Write layers with random weights for a checkpoint; returns their folder.
-
-    Args:
-        folder: Where to write them. What `model.safetensors` there holds already stays, so it may be the checkpoint's own.
-        target: Folder of the checkpoint.
-        layout: A key of LAYOUTS.
-        num_layers: How many.
-        seed: Fixes the weights.
-        scale: Standard deviation of the weights.
-    """
+    """Write layers with random weights for a checkpoint; returns their folder."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig
 
@@ -344,17 +306,7 @@ def save_random_peagle(
     sizes: dict[str, Any] | None = None,
     **fields: Any,
 ) -> str:
-    """Write a P-EAGLE head with random weights for a checkpoint, as the speculators package does; returns its folder.
-
-    Args:
-        folder: Where to write it.
-        target: Folder of the target.
-        seed: Fixes the weights.
-        scale: Standard deviation of the weights.
-        num_layers: Layers of its own.
-        sizes: Other fields of its layers.
-        fields: Other arguments of `save_random_eagle`, whose head has the first layer and all else.
-    """
+    """Write a P-EAGLE head with random weights for a checkpoint, as the speculators package does; returns its folder."""
     from safetensors.torch import load_file, save_file
 
     save_random_eagle(

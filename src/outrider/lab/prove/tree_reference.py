@@ -33,20 +33,14 @@ class TreeRule(StrEnum):
 
 @dataclass(frozen=True)
 class Members:
-    """A target and the members that draft for it.
+    """A target and the members that draft for it."""
 
-    Attributes:
-        case: The target's probabilities, and those of the first member.
-        alike: Whether all members draw from the same probabilities.
-        guessed_tokens: The length of a guess that stands beside what the members drew; 0, 1 or 2.
-    """
-
-    case: Case
-    alike: bool = True
-    guessed_tokens: int = 0
+    case: Case  # the target's probabilities, and those of the first member
+    alike: bool = True  # whether all members draw from the same probabilities
+    guessed_tokens: int = 0  # the length of a guess that stands beside what the members drew; 0, 1 or 2
 
     def draft(self, member: int, context: Context) -> Probs:
-        """What a member draws from after a context."""
+        """Returns what a member draws from after a context."""
         case = self.case if self.alike or not member else Case(self.case.kind, self.case.seed + 7_919 * member)
         return case.draft(context)
 
@@ -63,7 +57,7 @@ def alone(case: Case, rule: TreeRule) -> Members:
 
 @dataclass(frozen=True)
 class _Round:
-    """What one round verifies: the drawn trees, and the guess beside them."""
+    """Holds what one round verifies: the drawn trees, and the guess beside them."""
 
     members: Members
     context: Context
@@ -80,7 +74,7 @@ class _Round:
         return tuple(self.members.draft(member, self.context + path) for member in range(len(self.drawn)))
 
     def walks(self, path: Context) -> bool:
-        """Whether the guess goes along a path."""
+        """Tells whether the guess goes along a path."""
         return self.members.guessed(self.context)[: len(path)] == path
 
 
@@ -226,7 +220,7 @@ def _from_leaf(drafted: _Round, spine: tuple[_Level, ...], reached: Fraction) ->
 
 
 def _refuse(level: _Level) -> _Level:
-    """What is left of a node after its first remaining draw was refused."""
+    """Returns what is left of a node after its first remaining draw was refused."""
     member, token = level.left[0]
     q = level.proposals[member]
     excess = sum((max(_ZERO, level.weight * a - b) for a, b in zip(level.p, q, strict=True)), _ZERO)

@@ -20,37 +20,24 @@ _LEAST_TEXTS = 2
 
 @dataclass(frozen=True)
 class Piece:
-    """A text, or a part of a long one.
+    """A text, or a part of a long one."""
 
-    Attributes:
-        token_ids: [num_tokens]
-        num_prompt_tokens: How many of them are the prompt.
-        rows: What was kept of the target's passes, [num_tokens - 1, ...] by name.
-    """
-
-    token_ids: Tensor
-    num_prompt_tokens: int
-    rows: dict[str, Tensor]
+    token_ids: Tensor  # [num_tokens]
+    num_prompt_tokens: int  # how many of them are the prompt
+    rows: dict[str, Tensor]  # what was kept of the target's passes, [num_tokens - 1, ...] by name
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts side by side, padded behind their ends.
+    """Texts side by side, padded behind their ends."""
 
-    Attributes:
-        token_ids: [num_texts, num_tokens]
-        lengths: [num_texts] tokens of each.
-        num_prompt_tokens: [num_texts] how many of these are the prompt.
-        rows: [num_texts, num_tokens - 1, ...] by name; padded with zeros.
-    """
-
-    token_ids: Tensor
-    lengths: Tensor
-    num_prompt_tokens: Tensor
-    rows: dict[str, Tensor] = field(default_factory=dict)
+    token_ids: Tensor  # [num_texts, num_tokens]
+    lengths: Tensor  # [num_texts] tokens of each
+    num_prompt_tokens: Tensor  # [num_texts] how many of these are the prompt
+    rows: dict[str, Tensor] = field(default_factory=dict)  # [num_texts, num_tokens - 1, ...] by name; padded with zeros
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """Returns the same on a device."""
         rows = {name: values.to(device) for name, values in self.rows.items()}
         return Batch(self.token_ids.to(device), self.lengths.to(device), self.num_prompt_tokens.to(device), rows)
 
@@ -75,30 +62,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The texts of a folder, on both sides of the split.
+    """The texts of a folder, on both sides of the split."""
 
-    Attributes:
-        manifest: Of the folder.
-        train: To learn from.
-        held_out: To measure with: pieces in which a draft can begin.
-    """
-
-    manifest: Manifest
-    train: list[Piece]
-    held_out: list[Piece]
+    manifest: Manifest  # of the folder
+    train: list[Piece]  # to learn from
+    held_out: list[Piece]  # to measure with: pieces in which a draft can begin
 
 
 def load_data(folder: Path, *, length: int, rows: Sequence[str] = ()) -> TrainingData:
-    """Read a folder of data.
-
-    Args:
-        folder: Made by `outrider train data`.
-        length: Longest piece in tokens; longer texts are cut.
-        rows: Names of what is needed of the target's passes.
-
-    Raises:
-        InvalidParameterError: There is no data, it is damaged, it lacks these rows, or it is too little for a split.
-    """
+    """Read a folder of data."""
     manifest = read_manifest(folder)
     sides: dict[bool, list[Piece]] = {False: [], True: []}
     for record in read_records(folder, manifest, rows=rows):
@@ -129,13 +101,7 @@ def _cut(record: Record, length: int, *, written: bool) -> Iterator[Piece]:
 
 
 class Batches:
-    """Batches without end: every text once, in another order, and so on.
-
-    Args:
-        pieces: The texts.
-        batch_size: Texts in a batch; fewer where there are fewer.
-        seed: Of the order.
-    """
+    """Batches without end: every text once, in another order, and so on."""
 
     def __init__(self, pieces: Sequence[Piece], batch_size: int, seed: int) -> None:
         self._pieces = pieces

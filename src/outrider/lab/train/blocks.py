@@ -28,21 +28,17 @@ _MOST_READ = 5
 
 
 class DflashSettings(OwnLayerSettings):
-    """A block drafter.
-
-    Attributes:
-        layers: The target's layers whose inputs it reads, in ascending order; None takes up to five, evenly spread.
-        own_layers: Layers of its own.
-        block_size: Rows of a block: the last token of the text, then a mask token for each token that is drafted.
-        mask_token: The target's token whose embedding stands for one that is to be drafted; None takes the rarest one.
-        blocks: Most blocks of a text that are drafted in a batch, behind tokens that are drawn.
-    """
+    """A block drafter."""
 
     method: Literal["dflash"] = "dflash"
+    # The target's layers whose inputs it reads, in ascending order; None takes up to five, evenly spread.
     layers: tuple[int, ...] | None = Field(None, description="Use ascending layer numbers, or None.")
-    own_layers: int = Field(2, ge=1, le=16, description="Use 1 to 16.")
+    own_layers: int = Field(2, ge=1, le=16, description="Use 1 to 16.")  # layers of its own
+    # Rows of a block: the last token of the text, then a mask token for each token that is drafted.
     block_size: int = Field(8, ge=2, le=64, description="Use 2 to 64.")
+    # The target's token whose embedding stands for one that is to be drafted; None takes the rarest one.
     mask_token: int | None = Field(None, ge=0, description="Use a token of the target, or None.")
+    # Most blocks of a text that are drafted in a batch, behind tokens that are drawn.
     blocks: int = Field(32, ge=1, description="Use 1 or more.")
 
     def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
@@ -97,7 +93,6 @@ class TextBlocks(nn.Module):
     text before the block and all rows of the block.
 
     Args:
-        network: Its layers, none with a window.
         mask: [hidden_size] the embedding of the mask token.
     """
 
@@ -140,14 +135,11 @@ def _taken(values: Tensor, places: Tensor) -> Tensor:
 
 
 def _through(layer: BlockLayer, rows: Tensor, features: Tensor, places: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """What a layer leaves of the rows [num_texts, most, block_size, hidden_size] of blocks.
+    """Returns what a layer leaves of the rows [num_texts, most, block_size, hidden_size] of blocks.
 
     Args:
-        layer: Which.
-        rows: Of the blocks.
         features: [num_texts, num_tokens, hidden_size] of the texts.
         places: [num_texts, most] where the blocks begin.
-        tables: Cosines and sines by position.
     """
     texts, most, size, _ = rows.shape
     of_text, attention = slice(0, features.shape[1]), layer.self_attn

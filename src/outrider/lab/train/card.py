@@ -20,23 +20,14 @@ from outrider.results import RequestStats
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training came to.
+    """Holds what a training came to."""
 
-    Attributes:
-        target: Folder or hub id of the target.
-        facts: What the trainee says of itself.
-        manifest: Of the data.
-        settings: How it ran.
-        progress: Its course.
-        stats: What the engine counted with the result; None where it did not run.
-    """
-
-    target: str
-    facts: dict[str, Any]
-    manifest: Manifest
-    settings: TrainSettings
-    progress: Progress
-    stats: RequestStats | None
+    target: str  # folder or hub id of the target
+    facts: dict[str, Any]  # what the trainee says of itself
+    manifest: Manifest  # of the data
+    settings: TrainSettings  # how it ran
+    progress: Progress  # its course
+    stats: RequestStats | None  # what the engine counted with the result; None where it did not run
 
     @property
     def before(self) -> Measurement:
@@ -45,7 +36,7 @@ class Outcome:
 
     @property
     def best(self) -> Measurement:
-        """The same with the weights that were kept."""
+        """Returns the same with the weights that were kept."""
         return next(each for each in self.progress.measurements if each.step == self.progress.best)
 
     @property
@@ -96,7 +87,7 @@ def write_card(folder: Path, outcome: Outcome, speculation: dict[str, Any]) -> N
 
 
 def _argument(target: str) -> str:
-    """How the target is written where it is loaded: nothing for the embedded one, and no folder of this machine."""
+    """Returns how the target is written where it is loaded: nothing for the embedded one, and no folder of this machine."""
     if target == default_model("target"):
         return ""
     return '"FOLDER_OF_THE_TARGET", ' if Path(target).is_dir() else f"{json.dumps(target)}, "

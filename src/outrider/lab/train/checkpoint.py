@@ -24,69 +24,39 @@ class _UnreadableError(Exception):
 
 
 class Measurement(JsonRecord):
-    """A row of the curves.
+    """A row of the curves."""
 
-    Attributes:
-        step: Steps done.
-        tokens: Tokens learnt from.
-        seconds: Of training so far, over all runs.
-        loss: Mean since the row before.
-        lr: Learning rate.
-        acceptance: By depth, on held-out texts: the chance that the token rule accepts.
-        tau: Tokens of a pass that follow from it.
-        engine_tau: The same as the engine counted it, where it ran.
-        engine_acceptance: By position, of drafts whose earlier tokens stood.
-    """
-
-    step: int
-    tokens: int
-    seconds: float
-    loss: float
-    lr: float
-    acceptance: tuple[float, ...]
-    tau: float
-    engine_tau: float | None = None
-    engine_acceptance: tuple[float, ...] = ()
+    step: int  # steps done
+    tokens: int  # tokens learnt from
+    seconds: float  # of training so far, over all runs
+    loss: float  # mean since the row before
+    lr: float  # learning rate
+    acceptance: tuple[float, ...]  # by depth, on held-out texts: the chance that the token rule accepts
+    tau: float  # tokens of a pass that follow from it
+    engine_tau: float | None = None  # the same as the engine counted it, where it ran
+    engine_acceptance: tuple[float, ...] = ()  # by position, of drafts whose earlier tokens stood
 
 
 class Progress(JsonRecord):
-    """Where a training stands.
+    """Says where a training stands."""
 
-    Attributes:
-        step: Steps done.
-        tokens: Tokens learnt from.
-        seconds: Of training so far.
-        losses: Of the steps since the last measurement.
-        measurements: So far.
-        best: The step whose weights were best on held-out texts.
-        waited: Measurements since then.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    losses: tuple[float, ...] = ()
-    measurements: tuple[Measurement, ...] = ()
-    best: int = 0
-    waited: int = Field(0, ge=0)
+    step: int = 0  # steps done
+    tokens: int = 0  # tokens learnt from
+    seconds: float = 0.0  # of training so far
+    losses: tuple[float, ...] = ()  # of the steps since the last measurement
+    measurements: tuple[Measurement, ...] = ()  # so far
+    best: int = 0  # the step whose weights were best on held-out texts
+    waited: int = Field(0, ge=0)  # measurements since then
 
 
 class Checkpoints:
-    """The checkpoints of one training: the last ones, and the best weights.
-
-    Args:
-        folder: Where they are kept.
-    """
+    """The checkpoints of one training: the last ones, and the best weights."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def save(self, progress: Progress, module: nn.Module, optimisers: Sequence[torch.optim.Optimizer]) -> None:
-        """Write a checkpoint. Its last file makes it one; older ones than the last two are removed.
-
-        Raises:
-            StorageError: It cannot be written; those before it stay.
-        """
+        """Write a checkpoint. Its last file makes it one; older ones than the last two are removed."""
         place = self.folder / f"step-{progress.step:08d}"
         write_tensors(place / "weights.safetensors", dict(module.named_parameters()))
         tensors, numbers = _apart([optimiser.state_dict()["state"] for optimiser in optimisers])
@@ -98,11 +68,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def restore(self, module: nn.Module, optimisers: Sequence[torch.optim.Optimizer]) -> Progress:
-        """Go back to the last checkpoint; where there is none, nothing is changed and the training stands at its start.
-
-        Raises:
-            InvalidParameterError: It is damaged.
-        """
+        """Go back to the last checkpoint; where there is none, nothing is changed and the training stands at its start."""
         whole = self._whole()
         if not whole:
             return Progress()
@@ -153,7 +119,7 @@ class Checkpoints:
 
 
 def _remedy(num_whole: int) -> str:
-    """What helps where the last of so many checkpoints is damaged."""
+    """Returns what helps where the last of so many checkpoints is damaged."""
     if num_whole > 1:
         return "Remove this checkpoint: the same command then goes on from the one before."
     return "Remove this checkpoint: there is none before it, so that the same command then begins anew."
@@ -196,7 +162,7 @@ def _plain(held: dict[str, Any]) -> dict[str, Any]:
 
 
 def _together(tensors: dict[str, Tensor], numbers: list[dict[str, dict[str, Any]]]) -> list[dict[int, dict[str, Any]]]:
-    """What `_apart` took apart."""
+    """Returns what `_apart` took apart."""
     states = [{int(index): dict(held) for index, held in state.items()} for state in numbers]
     for name, value in tensors.items():
         place, index, key = name.split(".", 2)

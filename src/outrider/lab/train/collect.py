@@ -50,15 +50,10 @@ _AT_A_TIME = 64
 
 @dataclass(frozen=True)
 class Wanted:
-    """A text that is to be written.
+    """A text that is to be written."""
 
-    Attributes:
-        prompt: What it follows.
-        sample: Which text of the prompt it is.
-    """
-
-    prompt: EncodedPrompt
-    sample: int
+    prompt: EncodedPrompt  # what it follows
+    sample: int  # which text of the prompt it is
 
     def seed(self, base: int) -> int:
         """The seed of its noise: another for each text, the same whenever it is written."""
@@ -68,16 +63,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a run came to.
+    """Holds what a run came to."""
 
-    Attributes:
-        manifest: Of the data that are there now.
-        num_written: Texts that this run wrote.
-        refused: Prompts that the target refused, as those that are too long: where they stand, and why.
-    """
-
-    manifest: Manifest
-    num_written: int
+    manifest: Manifest  # of the data that are there now
+    num_written: int  # texts that this run wrote
+    # Prompts that the target refused, as those that are too long: where they stand, and why.
     refused: tuple[tuple[str, str], ...]
 
 
@@ -101,23 +91,9 @@ def collect(
     prompts may be added later. Each text has its own seed: which texts are written together changes nothing.
 
     Args:
-        sources: The prompts.
-        folder: Where the data are kept.
-        settings: How the target writes.
         target: Folder or hub id; None for the embedded one.
-        dtype: Of the target's weights, as LLM takes it.
-        device: A torch device.
-        activations: What enters products with the target's rounded weights, as LLM takes it.
         limit: Most prompts; None takes all. They are chosen by their digests.
-        shard_records: Texts in a file.
-        on_progress: Called with how many texts are there, and how many will be.
         on_size: Called before anything is written, with the most bytes that will be added to the folder.
-
-    Raises:
-        InputError: A prompt cannot be used, no text could be written, or a setting does not fit the target.
-        ContradictionError: The folder holds data of other settings or of another target.
-        StorageError: A file cannot be written; the data that are there stay whole.
-        ModelError: The target cannot be used.
     """
     how: dict[str, Any] = {"dtype": dtype, "device": device, "activations": activations}
     with LLM(target, speculation="none", max_num_seqs=_AT_A_TIME, **how) as llm:
@@ -173,13 +149,7 @@ class _Counter:
 
 
 class _Writer:
-    """Has texts written.
-
-    Args:
-        llm: The target.
-        settings: How it writes.
-        counter: Told of each text.
-    """
+    """Has texts written."""
 
     def __init__(self, llm: LLM, settings: DataSettings, counter: _Counter) -> None:
         self._llm = llm
@@ -233,18 +203,13 @@ class _Writer:
 
 
 class Recording(Method):
-    """Keeps rows of the target's passes.
-
-    Attributes:
-        hidden_states: Layers whose hidden states are kept.
-        target_top_k: How many likely next tokens are kept.
-    """
+    """Keeps rows of the target's passes."""
 
     name: ClassVar[str] = "recording"
     takes_tree: ClassVar[bool] = False
 
-    hidden_states: tuple[int, ...] = ()
-    target_top_k: int = 0
+    hidden_states: tuple[int, ...] = ()  # layers whose hidden states are kept
+    target_top_k: int = 0  # how many likely next tokens are kept
 
     def build(self, context: ProposerContext) -> Proposer:
         requires = Requirements(self.hidden_states, self.target_top_k, needs_uncached_prompt=True)
@@ -252,12 +217,7 @@ class Recording(Method):
 
 
 class Recorder(Proposer):
-    """Holds the rows of every text until somebody takes them.
-
-    Args:
-        requires: What is kept.
-        dtype: Of the hidden states that are kept.
-    """
+    """Holds the rows of every text until somebody takes them."""
 
     def __init__(self, requires: Requirements, dtype: torch.dtype) -> None:
         self.requires = requires

@@ -23,32 +23,21 @@ _LEAST = 1e-6
 
 
 class Depth(NamedTuple):
-    """Draft tokens that stand equally far ahead.
+    """Draft tokens that stand equally far ahead."""
 
-    Attributes:
-        logits: [n, draft_vocab_size] of what drafts.
-        rows: [num_texts, num_tokens] whether a draft is made from this row; n of them.
-        ahead: Tokens by which the draft token is ahead of its row. What the target says of it stands ahead - 1 rows later.
-    """
-
-    logits: Tensor
-    rows: Tensor
+    logits: Tensor  # [n, draft_vocab_size] of what drafts
+    rows: Tensor  # [num_texts, num_tokens] whether a draft is made from this row; n of them
+    # Tokens by which the draft token is ahead of its row. What the target says of it stands ahead - 1 rows later.
     ahead: int
 
 
 class Said(NamedTuple):
-    """What the target says of a batch.
+    """Holds what the target says of a batch."""
 
-    Attributes:
-        batch: The texts.
-        logits: [num_texts, num_tokens, vocab_size]; row i speaks of token i + 1.
-        temperature: That the texts are written at.
-        tokens: [draft_vocab_size] the target's token for each of the draft's; None where they are the same.
-    """
-
-    batch: Batch
-    logits: Tensor
-    temperature: float
+    batch: Batch  # the texts
+    logits: Tensor  # [num_texts, num_tokens, vocab_size]; row i speaks of token i + 1
+    temperature: float  # that the texts are written at
+    # [draft_vocab_size] the target's token for each of the draft's; None where they are the same.
     tokens: Tensor | None = None
 
     def at(self, depth: Depth) -> Tensor:
@@ -61,14 +50,7 @@ class Said(NamedTuple):
 
 
 def depth_loss(name: str, depths: Sequence[Depth], said: Said, decay: float) -> Tensor:
-    """The loss of a draft.
-
-    Args:
-        name: One of LOSSES, which is added up over the depths, or ACCEPTED_LENGTH.
-        depths: First to last.
-        said: What the target says.
-        decay: What the loss of a depth counts, relative to the one before. ACCEPTED_LENGTH has no use for it.
-    """
+    """The loss of a draft."""
     if name == ACCEPTED_LENGTH:
         return _accepted_length(depths, said)
     total, weight = depths[0].logits.new_zeros(()), 1.0
@@ -82,7 +64,7 @@ def depth_loss(name: str, depths: Sequence[Depth], said: Said, decay: float) -> 
 
 
 def depth_overlaps(depths: Sequence[Depth], said: Said) -> Overlaps:
-    """How often draft tokens would be accepted, by depth."""
+    """Returns how often draft tokens would be accepted, by depth."""
     sums = [said.overlap(depth).sum().double() for depth in depths]
     return Overlaps(torch.stack(sums), torch.tensor([len(depth.logits) for depth in depths]))
 
@@ -112,29 +94,15 @@ def shifted(values: Tensor, by: int) -> Tensor:
 
 
 class DraftVocabulary(NamedTuple):
-    """Some of the target's tokens.
+    """Some of the target's tokens."""
 
-    Attributes:
-        tokens: [size] in ascending order; None for all.
-        share: How many of the tokens to be learnt are among them.
-    """
-
-    tokens: Tensor | None
-    share: float
+    tokens: Tensor | None  # [size] in ascending order; None for all
+    share: float  # how many of the tokens to be learnt are among them
 
 
 def frequent_tokens(folder: Path, manifest: Manifest, size: int) -> DraftVocabulary:
     """The most frequent tokens of what the target wrote in texts that are not held out. Of tokens that are equally frequent
-    the smaller number goes first.
-
-    Args:
-        folder: Of the data.
-        manifest: Its manifest.
-        size: How many tokens.
-
-    Raises:
-        InvalidParameterError: A file is missing or damaged.
-    """
+    the smaller number goes first."""
     vocab_size = manifest.target.vocab_size
     if size >= vocab_size:
         return DraftVocabulary(None, 1.0)
@@ -144,11 +112,7 @@ def frequent_tokens(folder: Path, manifest: Manifest, size: int) -> DraftVocabul
 
 
 def token_counts(folder: Path, manifest: Manifest) -> Tensor:
-    """[vocab_size] how often the target wrote each token in texts that are not held out.
-
-    Raises:
-        InvalidParameterError: A file is missing or damaged.
-    """
+    """[vocab_size] how often the target wrote each token in texts that are not held out."""
     counts = torch.zeros(manifest.target.vocab_size, dtype=torch.long)
     for record in read_records(folder, manifest):
         if not record.held_out:

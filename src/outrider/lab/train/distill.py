@@ -30,15 +30,12 @@ from outrider.loading.sources import check_sources
 
 
 class DistillSettings(Frozen):
-    """What is learnt, and on whose texts.
+    """Holds what is learnt, and on whose texts."""
 
-    Attributes:
-        loss: How far the draft's probabilities are from the target's.
-        on_policy: Share of the batches whose texts the draft itself writes behind the prompts. There it learns what the
-            target says where the draft leads.
-    """
-
+    # How far the draft's probabilities are from the target's.
     loss: LossName = Field("forward_kl", description="Use forward_kl, reverse_kl, jsd, total_variation or cross_entropy.")
+    # Share of the batches whose texts the draft itself writes behind the prompts. There it learns what the target says
+    # where the draft leads.
     on_policy: float = Field(0.0, ge=0.0, le=1.0, description="Use a share of the batches, 0 to 1.")
 
     def check(self, source: str) -> None:
@@ -55,12 +52,7 @@ class DistilledDraft(Trainee):
     """A draft model in training.
 
     Args:
-        model: The model of transformers that learns.
         tokenizer: That of the target; None where it has none.
-        target: The target.
-        teacher: What it says.
-        settings: What is learnt.
-        temperature: That the texts are written at.
     """
 
     def __init__(
@@ -118,7 +110,7 @@ class DistilledDraft(Trainee):
 
 @torch.no_grad()
 def write_on(model: Any, batch: Batch, temperature: float) -> Batch:
-    """The same prompts with continuations that `model` draws, as long as the batch is.
+    """Returns the same prompts with continuations that `model` draws, as long as the batch is.
 
     All prompts are cut to the shortest one, so that every text grows by one token at a time.
     """
@@ -147,17 +139,12 @@ _HEAD_WIDTH = 64
 
 
 class Shape(Frozen):
-    """The shape of a draft model that is trained from scratch. It is a Llama, which our kernels run whole.
+    """The shape of a draft model that is trained from scratch. It is a Llama, which our kernels run whole."""
 
-    Attributes:
-        layers: Decoder layers.
-        width: Of the hidden states; a multiple of 64, or up to 64 and even.
-        feed_forward: Units of the feed-forward part.
-    """
-
-    layers: int = Field(ge=1, description="Use 1 or more.")
+    layers: int = Field(ge=1, description="Use 1 or more.")  # decoder layers
+    # Of the hidden states; a multiple of 64, or up to 64 and even.
     width: int = Field(ge=2, description="Use a multiple of 64, or an even number below.")
-    feed_forward: int = Field(ge=1, description="Use 1 or more.")
+    feed_forward: int = Field(ge=1, description="Use 1 or more.")  # units of the feed-forward part
 
     @model_validator(mode="after")
     def _splits_into_heads(self) -> Shape:
@@ -180,11 +167,7 @@ class Shape(Frozen):
 
 
 def parse_shape(text: str) -> Shape:
-    """A shape from LAYERSxWIDTH or LAYERSxWIDTH:FEED_FORWARD; unless given, the last is 8/3 of the width.
-
-    Raises:
-        InvalidParameterError: It is of another form.
-    """
+    """A shape from LAYERSxWIDTH or LAYERSxWIDTH:FEED_FORWARD; unless given, the last is 8/3 of the width."""
     form = re.fullmatch(r"(\d{1,3})x(\d{1,5})(?::(\d{1,6}))?", text)
     if form is None:
         raise InvalidParameterError("shape", text, "not a shape", _SHAPE)
@@ -214,12 +197,7 @@ def from_scratch(shape: Shape, target: FrozenTarget, seed: int) -> Any:
 
 
 def pruned(target: FrozenTarget, layers: Sequence[int]) -> Any:
-    """The target with some of its layers alone: a copy, in float32.
-
-    Raises:
-        InvalidParameterError: There are no such layers.
-        UnsupportedModelError: Its layers cannot be chosen from.
-    """
+    """The target with some of its layers alone: a copy, in float32."""
     count = target.num_layers
     if (
         not layers
@@ -250,7 +228,7 @@ def pruned(target: FrozenTarget, layers: Sequence[int]) -> Any:
 
 
 def _trainable(model: Any) -> Any:
-    """The same model in float32, its quantised weights replaced by those that they stand for."""
+    """Returns the same model in float32, its quantised weights replaced by those that they stand for."""
     use_plain_weights(model, hf_modules.expert_stacks(model))
     hf_modules.use_stock_experts(model)
     model.tie_weights()
@@ -258,11 +236,7 @@ def _trainable(model: Any) -> Any:
 
 
 def existing(name: str, target: FrozenTarget) -> Any:
-    """A draft model that is there already, in float32.
-
-    Raises:
-        ModelError: It cannot be loaded, or has other tokens than the target.
-    """
+    """A draft model that is there already, in float32."""
     check_sources(init=name)
     loaded = load_model(ModelConfig(model=name, dtype="float32", device=str(target.device), activations="none"))
     ours, theirs = loaded.tokenizer, target.tokenizer
@@ -276,13 +250,7 @@ def existing(name: str, target: FrozenTarget) -> Any:
 def draft_to_begin_with(
     target: FrozenTarget, *, shape: Shape | None, prune: Sequence[int] | None, init: str | None, seed: int
 ) -> Any:
-    """The model that learns, in float32 and for training.
-
-    Raises:
-        ContradictionError: Not exactly one of the three is given.
-        InputError: What is given does not fit the target.
-        ModelError: A model cannot be used.
-    """
+    """The model that learns, in float32 and for training."""
     given = {"shape": shape, "prune": prune, "init": init}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) != 1:
@@ -299,11 +267,7 @@ def draft_to_begin_with(
 
 
 def save_model(model: Any, tokenizer: Any | None, folder: Path, dtype: torch.dtype) -> None:
-    """Write a model and its tokenizer. The configuration comes last: without it, nothing loads what is there.
-
-    Raises:
-        StorageError: It cannot be written.
-    """
+    """Write a model and its tokenizer. The configuration comes last: without it, nothing loads what is there."""
     copy = deepcopy(model).to(dtype)
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,32 +29,21 @@ _LOSSES = "Use forward_kl, reverse_kl, jsd, total_variation, cross_entropy or ac
 
 
 class Design(NamedTuple):
-    """A head that is to be trained.
+    """A head that is to be trained."""
 
-    Attributes:
-        method: That will draft with it.
-        layers: The target's layers whose hidden states it reads, by transformers' index, low to high.
-        tokens: [draft_vocab_size] the target's token for each of its own; None where they are the same.
-        module: Runs the layers on whole texts, and returns logits [n, draft_vocab_size] by depth. Its arguments are
-            embeddings [num_texts, num_tokens, hidden_size]; the target's hidden states [num_texts, num_tokens,
-            target_hidden_size], low to high; by depth, whether a draft token is made from a row [num_texts, num_tokens];
-            and the target's output layer. Row 0 has no feature before it, and is never asked.
-        save: Writes it to a folder with the weights that the module has then.
-        learnt: Draft tokens behind a row that it learns.
-        most: Draft tokens behind a row that it can make; None for any number.
-        rows: Rows of a text from which it drafts in a batch; None for all.
-        facts: What the model card says of it besides.
-    """
-
-    method: str
-    layers: tuple[int, ...]
-    tokens: Tensor | None
+    method: str  # that will draft with it
+    layers: tuple[int, ...]  # the target's layers whose hidden states it reads, by transformers' index, low to high
+    tokens: Tensor | None  # [draft_vocab_size] the target's token for each of its own; None where they are the same
+    # Runs the layers on whole texts, and returns logits [n, draft_vocab_size] by depth. Its arguments are embeddings
+    # [num_texts, num_tokens, hidden_size]; the target's hidden states [num_texts, num_tokens, target_hidden_size], low to
+    # high; by depth, whether a draft token is made from a row [num_texts, num_tokens]; and the target's output layer. Row 0
+    # has no feature before it, and is never asked.
     module: nn.Module
-    save: Callable[[Path], None]
-    learnt: int
-    most: int | None
-    rows: int | None
-    facts: dict[str, Any]
+    save: Callable[[Path], None]  # writes it to a folder with the weights that the module has then
+    learnt: int  # draft tokens behind a row that it learns
+    most: int | None  # draft tokens behind a row that it can make; None for any number
+    rows: int | None  # rows of a text from which it drafts in a batch; None for all
+    facts: dict[str, Any]  # what the model card says of it besides
 
 
 def published_design(
@@ -72,23 +61,17 @@ def published_design(
 
     Args:
         head: Its shape, its layers with the weights that training begins with, and its tokens.
-        form: The format in which it is written.
-        target: The target.
-        module, learnt, most, rows, facts: As `Design` has them.
     """
     layers, save = head.config.layers_of(target.num_layers), partial(write_head, head=head, form=form)
     return Design(head.config.method, layers, head.tokens, module, save, learnt, most, rows, facts)
 
 
 class FeatureHeadSettings(HeadLearning):
-    """What a head learns; a subclass for each method says which head.
+    """Holds what a head learns; a subclass for each method says which head."""
 
-    Attributes:
-        loss: How far its probabilities are from the target's.
-        decay: What the loss of a draft token counts, relative to the one before.
-    """
-
+    # How far its probabilities are from the target's.
     loss: LossName | Literal["accepted_length"] = Field("forward_kl", description=_LOSSES)
+    # What the loss of a draft token counts, relative to the one before.
     decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
 
     def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
@@ -96,42 +79,19 @@ class FeatureHeadSettings(HeadLearning):
         return TrainedFeatureHead(target, manifest, self, self.design(target, manifest, data), settings)
 
     def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
-        """The head as training begins.
-
-        Args:
-            target: The target.
-            manifest: Of the data.
-            data: Their folder.
-
-        Raises:
-            InputError: The settings do not fit the target, or the data are damaged.
-        """
+        """The head as training begins."""
         raise NotImplementedError
 
 
 class OwnLayerSettings(FeatureHeadSettings):
-    """A head whose layers are of a kind of their own.
+    """A head whose layers are of a kind of their own."""
 
-    Attributes:
-        feed_forward: Units of the feed-forward part of its layers; None takes as many as the target has.
-    """
-
+    # Units of the feed-forward part of its layers; None takes as many as the target has.
     feed_forward: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
 
 
 class TrainedFeatureHead(Trainee):
-    """A head in training.
-
-    Args:
-        target: The target.
-        manifest: Of the data.
-        learning: What it learns.
-        design: The head.
-        settings: How the training runs.
-
-    Raises:
-        ContradictionError: The data do not hold what the teacher needs.
-    """
+    """A head in training."""
 
     def __init__(
         self,
@@ -221,17 +181,14 @@ _USUAL_FROM = 7
 
 
 class Eagle3Settings(OwnLayerSettings):
-    """A head of EAGLE-3.
-
-    Attributes:
-        layers: The target's layers whose inputs it reads, in ascending order; None takes 2, n // 2 and n - 3 of n.
-        draft_vocab: Most tokens that it drafts: the most frequent ones of the data.
-        unroll: Draft tokens behind each token of a text that it learns.
-    """
+    """A head of EAGLE-3."""
 
     method: Literal["eagle3"] = "eagle3"
+    # The target's layers whose inputs it reads, in ascending order; None takes 2, n // 2 and n - 3 of n.
     layers: tuple[int, ...] | None = Field(None, description="Use ascending layer numbers, or None.")
+    # Most tokens that it drafts: the most frequent ones of the data.
     draft_vocab: int = Field(32000, ge=2, description="Use 2 or more.")
+    # Draft tokens behind each token of a text that it learns.
     unroll: int = Field(4, ge=1, le=16, description="Use 1 to 16.")
 
     def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
@@ -253,12 +210,10 @@ class Eagle1Settings(OwnLayerSettings):
     """A head of EAGLE, which EAGLE-2 drafts trees with.
 
     It continues what the target's final norm leaves. The target's output layer, which does not learn, reads what it leaves.
-
-    Attributes:
-        unroll: Draft tokens behind each token of a text that it learns.
     """
 
     method: Literal["eagle1"] = "eagle1"
+    # Draft tokens behind each token of a text that it learns.
     unroll: int = Field(4, ge=1, le=16, description="Use 1 to 16.")
 
     def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
@@ -300,11 +255,7 @@ def _usual_layers(count: int) -> tuple[int, ...]:
 
 
 class UnrolledHead(nn.Module):
-    """A head in training.
-
-    Args:
-        network: Its layers.
-    """
+    """A head in training."""
 
     def __init__(self, network: FeatureHeadNetwork) -> None:
         super().__init__()
@@ -320,7 +271,6 @@ class UnrolledHead(nn.Module):
             hidden: [num_texts, num_tokens, target_hidden_size] of the target, low to high.
             wanted: By depth: [num_texts, num_tokens] whether a draft token is made from this row. Row 0 has no feature
                 before it, and makes none.
-            target_head: The target's output layer, for heads without one of their own.
         """
         length = embeddings.shape[1]
         positions = range(length + len(wanted))
@@ -339,7 +289,8 @@ class UnrolledHead(nn.Module):
     def _through(
         self, embeddings: Tensor, features: Tensor, tables: tuple[Tensor, Tensor], kept: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """What the layer leaves [num_texts, num_tokens, hidden_size]. What it keeps of the rows is added to `kept`."""
+        """Returns what the layer leaves [num_texts, num_tokens, hidden_size]. What it keeps of the rows is added to
+        `kept`."""
         layer = self.network.layer
         read = self.network.enter(embeddings, features)
         queries = layer.self_attn.queries(read.rows, tables)
@@ -351,8 +302,8 @@ class UnrolledHead(nn.Module):
 
 
 def _attended(queries: Tensor, kept: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """What rows find [num_texts, num_tokens, num_heads, head_dim] among the first rows of their text up to their own, and
-    among their own later rows.
+    """Returns what rows find [num_texts, num_tokens, num_heads, head_dim] among the first rows of their text up to their
+    own, and among their own later rows.
 
     Args:
         queries: [num_texts, num_tokens, num_heads, head_dim]

@@ -34,39 +34,29 @@ _EXIT_SHARE = 4
 
 
 class HeadSettings(HeadLearning):
-    """Which heads, and what they learn.
+    """Which heads, and what they learn."""
 
-    Attributes:
-        method: Of what kind.
-        heads: Tokens ahead that medusa and blockwise guess.
-        blocks: Residual blocks in a head of medusa.
-        inner: Units of blockwise's hidden layer for each head; None takes the target's hidden size.
-        width: Of medusa's blocks and of exit's norm; None takes the target's hidden size.
-        output: "own" for an output layer in each head, "target" for the target's, frozen.
-        layer: They read what the first so many layers leave; None takes all, and a quarter of them for exit.
-        loss: How far their probabilities are from the target's.
-        decay: What the loss of a head counts, relative to the one before.
-    """
-
-    method: HeadMethod
-    heads: int = Field(4, ge=1, le=32, description="Use 1 to 32.")
-    blocks: int = Field(1, ge=1, le=8, description="Use 1 to 8.")
+    method: HeadMethod  # of what kind
+    heads: int = Field(4, ge=1, le=32, description="Use 1 to 32.")  # tokens ahead that medusa and blockwise guess
+    blocks: int = Field(1, ge=1, le=8, description="Use 1 to 8.")  # residual blocks in a head of medusa
+    # Units of blockwise's hidden layer for each head; None takes the target's hidden size.
     inner: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
+    # Of medusa's blocks and of exit's norm; None takes the target's hidden size.
     width: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
+    # "own" for an output layer in each head, "target" for the target's, frozen.
     output: Literal["own", "target"] = Field("own", description="Use own or target.")
+    # They read what the first so many layers leave; None takes all, and a quarter of them for exit.
     layer: int | None = Field(None, ge=1, description="Use 1 to the number of the target's layers, or None.")
+    # How far their probabilities are from the target's.
     loss: LossName = Field("forward_kl", description="Use forward_kl, reverse_kl, jsd, total_variation or cross_entropy.")
+    # What the loss of a head counts, relative to the one before.
     decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
 
     def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
         return TrainedHeads(target, manifest, self, settings.teacher, settings.seed)
 
     def config(self, target: FrozenTarget) -> HeadsConfig:
-        """What the checkpoint will say.
-
-        Raises:
-            InputError: The target has no such layer, or the settings contradict.
-        """
+        """Returns what the checkpoint will say."""
         meant = describe_target(target.model, target.name)
         width = self.width or target.hidden_size
         if self.method == "exit":
@@ -91,19 +81,7 @@ class HeadSettings(HeadLearning):
 
 
 class TrainedHeads(Trainee):
-    """Heads in training.
-
-    Args:
-        target: The target.
-        manifest: Of the data.
-        settings: Which heads.
-        source: "forward" runs the target on every batch; "hidden_states" takes what the heads read, and what the final norm
-            leaves, from the data.
-        seed: Of weights that begin random.
-
-    Raises:
-        InputError: The settings do not fit the target, or the data do not hold what `source` says.
-    """
+    """Heads in training."""
 
     def __init__(self, target: FrozenTarget, manifest: Manifest, settings: HeadSettings, source: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -151,7 +129,7 @@ class TrainedHeads(Trainee):
         }
 
     def _drafted(self, module: nn.Module, batch: Batch, rows_of: Callable[[int], Tensor]) -> tuple[list[Depth], Said]:
-        """What each head says, and what the target says, where `rows_of` has rows that are so far behind."""
+        """Returns what each head says, and what the target says, where `rows_of` has rows that are so far behind."""
         layer, first = self._config.layer, rows_of(self._ahead[0])
         states, target = self._features.read(batch)
         logits: Tensor = module(self._read(states[layer][first]).float(), self._target.head)

@@ -39,16 +39,13 @@ _SPREAD = 0.02
 
 
 class MtpSettings(FeatureHeadSettings):
-    """Layers that predict several tokens.
-
-    Attributes:
-        init: Folder with the layers that training begins with. None takes those of the target's checkpoint, and one new
-            layer where it has none.
-        unroll: Draft tokens behind each token of a text that they learn.
-    """
+    """Layers that predict several tokens."""
 
     method: Literal["mtp"] = "mtp"
+    # Folder with the layers that training begins with. None takes those of the target's checkpoint, and one new layer where
+    # it has none.
     init: str | None = Field(None, min_length=1, description="Use a local folder, or None.")
+    # Draft tokens behind each token of a text that they learn.
     unroll: int = Field(4, ge=1, le=16, description="Use 1 to 16.")
 
     def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
@@ -83,11 +80,7 @@ class MtpSettings(FeatureHeadSettings):
 
 def _new(target: FrozenTarget, whole: Any) -> tuple[MtpConfig, list[MtpTensors]]:
     """A new layer of the target's type. It begins with what the target's final norm leaves, to which little of the token's
-    embedding is added, and ends with a copy of that norm.
-
-    Raises:
-        UnsupportedModelError: The type has no decoder layers that can stand alone.
-    """
+    embedding is added, and ends with a copy of that norm."""
     norm = getattr(target.model.base_model, "norm", None)
     weight = getattr(norm, "weight", None)
     if not isinstance(norm, nn.Module) or not isinstance(weight, Tensor):
@@ -137,7 +130,6 @@ class UnrolledMtp(nn.Module):
     """Such layers in training.
 
     Args:
-        layers: First to last.
         window: How many tokens back their rows look; None for all.
     """
 
@@ -165,8 +157,8 @@ class UnrolledMtp(nn.Module):
     def _through(
         self, layer: MtpLayer, embeddings: Tensor, features: Tensor, depth: int, kept: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """What a layer leaves [num_texts, num_tokens, hidden_size], behind its norm. What it keeps of the rows is added to
-        `kept`."""
+        """Returns what a layer leaves [num_texts, num_tokens, hidden_size], behind its norm. What it keeps of the rows is
+        added to `kept`."""
         texts, length = embeddings.shape[:2]
         rows = layer.enter(embeddings, features).flatten(0, 1).float()
         positions = [depth + place for place in range(length)] * texts
@@ -174,7 +166,8 @@ class UnrolledMtp(nn.Module):
         return left.reshape(embeddings.shape)
 
     def _look(self, texts: int, kept: list[tuple[Tensor, Tensor]], keys: Tensor, values: Tensor) -> list[SeenContext]:
-        """What the rows of each text see in a layer, of keys and values [num_texts * num_tokens, num_kv_heads, dim]."""
+        """Returns what the rows of each text see in a layer, of keys and values [num_texts * num_tokens, num_kv_heads,
+        dim]."""
         kept.append((keys, values))
         length = len(keys) // texts
         mask = self._mask(length, len(kept), keys)

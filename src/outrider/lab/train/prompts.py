@@ -19,20 +19,14 @@ _FORM = 'Give {"prompt": text}, {"prompt_token_ids": [...]}, {"messages": [...]}
 
 @dataclass(frozen=True)
 class Source:
-    """What was read of one place, before any tokenizer has seen it.
+    """Holds what was read of one place, before any tokenizer has seen it."""
 
-    Attributes:
-        where: File and line, for errors.
-        kind: "prompt" is one prompt; "text" is cut into prompts; "messages" is a conversation, in which every turn of the
-            user ends a prompt.
-        content: A text, token ids, or messages.
-        tools: The functions that a conversation may call.
-    """
-
-    where: str
+    where: str  # file and line, for errors
+    # "prompt" is one prompt; "text" is cut into prompts; "messages" is a conversation, in which every turn of the user ends
+    # a prompt.
     kind: str
-    content: Any
-    tools: Any = None
+    content: Any  # a text, token ids, or messages
+    tools: Any = None  # the functions that a conversation may call
 
 
 def read_sources(path: Path, *, without: Path | None = None) -> list[Source]:
@@ -40,14 +34,6 @@ def read_sources(path: Path, *, without: Path | None = None) -> list[Source]:
 
     Files that end in .jsonl hold one object a line; all others are texts. In a folder, hidden files and files that are no
     text in UTF-8 are left out.
-
-    Args:
-        path: The file or the folder.
-        without: A folder whose files are no prompts, as that of what is made from them.
-
-    Raises:
-        InvalidParameterError: There is no such file, a line is none of the forms (it is named by its number), or there
-            is no text at all.
     """
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and not _is_hidden(file, path))
@@ -61,16 +47,7 @@ def read_sources(path: Path, *, without: Path | None = None) -> list[Source]:
 
 
 def encode_prompts(sources: Sequence[Source], encoder: PromptEncoder, num_tokens: int) -> list[EncodedPrompt]:
-    """Prompts in the target's tokens, each once, in the order of their digests: any first so many are a fair sample.
-
-    Args:
-        sources: What was read.
-        encoder: The target's.
-        num_tokens: Tokens of the prompts that texts are cut into.
-
-    Raises:
-        InvalidParameterError: A prompt cannot be encoded; it is named by file and line.
-    """
+    """Prompts in the target's tokens, each once, in the order of their digests: any first so many are a fair sample."""
     prompts = {prompt.digest: prompt for source in sources for prompt in _encoded(source, encoder, num_tokens)}
     return [prompts[digest] for digest in sorted(prompts)]
 
@@ -80,7 +57,7 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 
 def _read_file(path: Path, *, required: bool) -> Iterator[Source]:
-    """What a file holds; one that cannot be read as text yields nothing unless it is required."""
+    """Returns what a file holds; one that cannot be read as text yields nothing unless it is required."""
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -125,7 +102,7 @@ def _read_line(where: str, line: str) -> Source:
 
 
 def _are_token_ids(content: Any) -> bool:
-    """Whether it is a list of numbers of which each may be a token's."""
+    """Tells whether it is a list of numbers of which each may be a token's."""
     return isinstance(content, list) and all(type(token) is int and 0 <= token < 2**31 for token in content)
 
 

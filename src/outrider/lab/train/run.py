@@ -40,23 +40,14 @@ TRAINING = "training.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, from what, and where it goes.
+    """Holds what is trained, from what, and where it goes."""
 
-    Attributes:
-        data: A folder made by `collect`.
-        out: The folder of the result.
-        target: Folder or hub id; None for the one that the data name as their writer.
-        dtype: Of the target's weights, in training and in the engine.
-        settings: How the training runs.
-        activations: What enters products with the target's rounded weights, in both, too.
-    """
-
-    data: Path
-    out: Path
-    target: str | None = None
-    dtype: DTypeName = "auto"
-    settings: TrainSettings = field(default_factory=TrainSettings)
-    activations: ActivationsName | None = None
+    data: Path  # a folder made by `collect`
+    out: Path  # the folder of the result
+    target: str | None = None  # folder or hub id; None for the one that the data name as their writer
+    dtype: DTypeName = "auto"  # of the target's weights, in training and in the engine
+    settings: TrainSettings = field(default_factory=TrainSettings)  # how the training runs
+    activations: ActivationsName | None = None  # what enters products with the target's rounded weights, in both, too
 
 
 def train_draft(
@@ -68,22 +59,7 @@ def train_draft(
     init: str | None = None,
     watcher: Watcher | None = None,
 ) -> Outcome:
-    """Distil the target into a draft model.
-
-    Args:
-        job: From what, and where to.
-        learning: What is learnt.
-        shape: Begins from scratch, in this shape.
-        prune: Begins with these layers of the target.
-        init: Begins with this model.
-        watcher: Told of the course.
-
-    Raises:
-        InputError: The data, the folder or a setting cannot be used.
-        ModelError: A model cannot be used.
-        StorageError: A file cannot be written. The same call goes on from the last checkpoint.
-        TrainingError: The loss became NaN or infinite.
-    """
+    """Distil the target into a draft model."""
     learning.check(job.settings.teacher)
 
     def make(target: FrozenTarget, manifest: Manifest) -> Trainee:
@@ -95,12 +71,7 @@ def train_draft(
 
 
 def finished_draft(job: Job, learning: DistillSettings, shape: Shape) -> dict[str, Any] | None:
-    """The figures of such a training that has ended; None where it has not, or has not begun.
-
-    Raises:
-        ContradictionError: The folder holds a training with other settings.
-        InputError: The data or the folder cannot be used.
-    """
+    """The figures of such a training that has ended; None where it has not, or has not begun."""
     if not (job.out / TRAINING).exists():
         return None
     found = _read(job.out / TRAINING)
@@ -131,16 +102,7 @@ def _plan(job: Job, asked: dict[str, Any], manifest: Manifest) -> dict[str, Any]
 
 
 def train_heads(job: Job, heads: HeadLearning, *, watcher: Watcher | None = None) -> Outcome:
-    """Train heads on the frozen target.
-
-    Args:
-        job: From what, and where to.
-        heads: Which heads.
-        watcher: Told of the course.
-
-    Raises:
-        InputError, ModelError, StorageError, TrainingError: As train_draft does.
-    """
+    """Train heads on the frozen target."""
 
     def make(target: FrozenTarget, manifest: Manifest) -> Trainee:
         return heads.trainee(target, manifest, job.data, job.settings)
@@ -199,13 +161,7 @@ def _finish(job: Job, plan: dict[str, Any], trainee: Trainee, outcome: Outcome, 
 
 
 def _open(out: Path, plan: dict[str, Any]) -> None:
-    """Begin in an empty folder, or go on where the same training was broken off.
-
-    Raises:
-        InvalidParameterError: The folder holds something else.
-        ContradictionError: It holds a training with other settings.
-        StorageError: It cannot be written.
-    """
+    """Begin in an empty folder, or go on where the same training was broken off."""
     file = out / TRAINING
     if not file.exists():
         if out.exists() and not out.is_dir():
@@ -294,15 +250,7 @@ _LEARNING: dict[str, Any] = {
 
 
 def head_learning(method: str, asked: dict[str, Any]) -> HeadLearning:
-    """Which heads are trained, and what they learn.
-
-    Args:
-        method: Of the heads.
-        asked: Its other settings.
-
-    Raises:
-        InputError: A setting cannot be.
-    """
+    """Which heads are trained, and what they learn."""
     found: HeadLearning = _LEARNING[method](method=method, **asked)
     return found
 
@@ -316,27 +264,17 @@ _CONTEXT, _ROUNDS = 128, 15
 
 @dataclass(frozen=True)
 class Size:
-    """What a size of draft is worth on this machine.
+    """Holds what a size of draft is worth on this machine."""
 
-    Attributes:
-        shape: Of the draft.
-        parameters: Its parameters.
-        acceptance: The chance that the token rule accepts, on held-out texts, after the short training.
-        draft_seconds: Of a pass of the draft with one row.
-        target_seconds: Of a pass of the target, by its rows.
-        num_draft_tokens: The length that pays most.
-        tau: Tokens of a target pass with drafts of this length.
-        speedup: Over plain decoding: tau T(1) / (k t + T(k + 1)), with T of the target, t of the draft, and length k. The
-            time between passes is not in it.
-    """
-
-    shape: Shape
-    parameters: int
-    acceptance: float
-    draft_seconds: float
-    target_seconds: dict[int, float]
-    num_draft_tokens: int
-    tau: float
+    shape: Shape  # of the draft
+    parameters: int  # its parameters
+    acceptance: float  # the chance that the token rule accepts, on held-out texts, after the short training
+    draft_seconds: float  # of a pass of the draft with one row
+    target_seconds: dict[int, float]  # of a pass of the target, by its rows
+    num_draft_tokens: int  # the length that pays most
+    tau: float  # tokens of a target pass with drafts of this length
+    # Over plain decoding: tau T(1) / (k t + T(k + 1)), with T of the target, t of the draft, and length k. The time between
+    # passes is not in it.
     speedup: float
 
 
@@ -353,14 +291,7 @@ def compare_sizes(
     Called again after it was broken off, it goes on: trainings that have ended are not run again.
 
     Args:
-        job: How each is trained. The drafts are written to folders of `out`, named after their shapes.
-        learning: What they learn.
-        shapes: The shapes.
         timed_target: The target whose passes are timed, where it is another of the same tokens; None times the target.
-        watch: Who is told of the course of each training.
-
-    Raises:
-        OutriderError: As train_draft does.
     """
     quiet = job.settings.replace(engine_prompts=0)
     found = {}
@@ -381,7 +312,7 @@ def compare_sizes(
 def worth(
     shape: Shape, parameters: int, acceptance: float, *, draft_seconds: float, target_seconds: dict[int, float]
 ) -> Size:
-    """What a draft is worth with the length that pays most, of those that the target was timed for."""
+    """Returns what a draft is worth with the length that pays most, of those that the target was timed for."""
 
     def speedup(length: int) -> float:
         seconds = length * draft_seconds + target_seconds[length + 1]

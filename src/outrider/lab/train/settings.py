@@ -37,7 +37,7 @@ def fast_precision() -> Precision:
 
 
 class TrainSettings(Frozen):
-    """How a training runs."""
+    """Says how a training runs."""
 
     steps: int = Field(1000, ge=1, description="Use 1 or more.")  # steps of the optimiser
     batch_size: int = Field(16, ge=1, description="Use 1 or more.")  # texts in a batch, on each device
@@ -83,38 +83,26 @@ class TrainSettings(Frozen):
 
 
 class Overlaps(NamedTuple):
-    """How often draft tokens would be accepted, by how far ahead they are.
+    """Says how often draft tokens would be accepted, by how far ahead they are."""
 
-    Attributes:
-        sums: [depth] of the chances of all rows.
-        counts: [depth] rows.
-    """
-
-    sums: Tensor
-    counts: Tensor
+    sums: Tensor  # [depth] of the chances of all rows
+    counts: Tensor  # [depth] rows
 
 
 class Trainee:
-    """Something that learns to draft; a subclass for each kind.
+    """Something that learns to draft; a subclass for each kind."""
 
-    Attributes:
-        module: What is optimised.
-        rows: Names of what the data must hold of the target's passes.
-        reach: Tokens by which the last draft token is ahead of the row that it is made from.
-        draft_vocab_size: Tokens that it drafts, where these are not all of the target's.
-    """
-
-    module: nn.Module
-    rows: tuple[str, ...] = ()
-    reach: int = 1
-    draft_vocab_size: int | None = None
+    module: nn.Module  # what is optimised
+    rows: tuple[str, ...] = ()  # names of what the data must hold of the target's passes
+    reach: int = 1  # tokens by which the last draft token is ahead of the row that it is made from
+    draft_vocab_size: int | None = None  # tokens that it drafts, where these are not all of the target's
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         """The mean loss of a batch; `module` is the one to call, wrapped for several devices where there are some."""
         raise NotImplementedError
 
     def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
-        """How often its draft tokens would be accepted in these texts, where the target wrote them."""
+        """Returns how often its draft tokens would be accepted in these texts, where the target wrote them."""
         raise NotImplementedError
 
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
@@ -130,7 +118,7 @@ class Trainee:
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """What the model card says of it, by name."""
+        """Returns what the model card says of it, by name."""
         raise NotImplementedError
 
 
@@ -138,17 +126,7 @@ class HeadLearning(Frozen):
     """Which heads are trained on a frozen target, and what they learn; a subclass for each kind."""
 
     def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
-        """What learns.
-
-        Args:
-            target: The target.
-            manifest: Of the data.
-            data: Their folder.
-            settings: How the training runs.
-
-        Raises:
-            InputError: The settings do not fit the target, or the data do not hold what the teacher needs.
-        """
+        """Returns what learns."""
         raise NotImplementedError
 
 
@@ -183,12 +161,10 @@ def divergence(
     up to 1. "total_variation" takes them as they are, since what the draft cannot write is lost to it.
 
     Args:
-        name: One of LOSSES.
         target: [num_rows, vocab_size] logits of the target; minus infinity is a probability of 0.
         draft: [num_rows, draft_vocab_size] logits of what is trained.
         token_ids: [num_rows] the token that stands there; only "cross_entropy" looks at it, and counts 0 where the draft
             does not know it.
-        temperature: Of decoding; 0 is greedy.
         tokens: [draft_vocab_size] the target's token for each of the draft's, in ascending order; None where they are the
             same.
 
@@ -218,8 +194,6 @@ def overlap(target: Tensor, draft: Tensor, temperature: float, tokens: Tensor | 
     Args:
         target: [num_rows, vocab_size] logits.
         draft: [num_rows, draft_vocab_size] logits.
-        temperature: Of decoding; with 0 it is 1 where both have the same most likely token, and 0 elsewhere.
-        tokens: As in `divergence`.
 
     Returns:
         [num_rows]
@@ -237,7 +211,7 @@ def _law(target: Tensor, temperature: float, tokens: Tensor | None) -> Tensor:
 
 
 def _lost(p: Tensor, tokens: Tensor | None) -> Tensor | float:
-    """What the target gives to tokens that the draft does not know."""
+    """Returns what the target gives to tokens that the draft does not know."""
     return 0.0 if tokens is None else 1.0 - p.sum(-1)
 
 

@@ -26,16 +26,10 @@ class FrozenTarget:
 
     Args:
         name: Folder or hub id; None for the embedded one.
-        dtype: Of its weights.
-        device: Where it lies.
-        activations: What enters products with rounded weights, as LLM takes it.
 
     Attributes:
         model: The model of transformers.
         tokenizer: Its tokenizer, if any.
-
-    Raises:
-        ModelError: It cannot be loaded.
     """
 
     def __init__(
@@ -113,24 +107,19 @@ class FrozenTarget:
         check_witness(data, self.name, self._last_states)
 
     def _last_states(self, token_ids: Tensor) -> Tensor:
-        """What the final norm leaves [num_tokens, hidden_size] of tokens [num_tokens]."""
+        """Returns what the final norm leaves [num_tokens, hidden_size] of tokens [num_tokens]."""
         return self.states(token_ids[None].to(self.device), (self.num_layers,))[0][self.num_layers][0]
 
 
 class Teacher:
-    """What the target says of a batch: computed, or as it was kept with the data.
+    """Holds what the target says of a batch: computed, or as it was kept with the data.
 
     Args:
-        target: The target.
-        manifest: Of the data.
         source: "forward" runs the target on every batch; "hidden_states" takes the final ones from the data and runs the
             head alone; "top_k" takes its most likely tokens from the data, and holds all others for impossible.
 
     Attributes:
         rows: The names of what the data must hold.
-
-    Raises:
-        InvalidParameterError: The data do not hold it.
     """
 
     def __init__(self, target: FrozenTarget, manifest: Manifest, source: str) -> None:
@@ -167,18 +156,8 @@ class Teacher:
 class Features:
     """Hidden states and logits of the target.
 
-    Args:
-        target: The target.
-        manifest: Of the data.
-        source: "forward" runs the target on every batch; "hidden_states" takes the states from the data, and runs the
-            output layer on those of the final norm.
-        layers: Whose states are read, by transformers' index.
-
     Attributes:
         rows: Names of what the data must hold.
-
-    Raises:
-        ContradictionError: The data do not hold what `source` says.
     """
 
     def __init__(self, target: FrozenTarget, manifest: Manifest, source: str, layers: Sequence[int]) -> None:
@@ -213,11 +192,7 @@ def _with_last(kept: Tensor) -> Tensor:
 
 
 def layers_to_read(target: FrozenTarget, asked: Sequence[int] | None, usual: Sequence[int]) -> tuple[int, ...]:
-    """The layers of the target whose inputs a head reads: those that are asked for, or else the usual ones.
-
-    Raises:
-        InvalidParameterError: The target has no such layers.
-    """
+    """The layers of the target whose inputs a head reads: those that are asked for, or else the usual ones."""
     layers, count = tuple(usual if asked is None else asked), target.num_layers
     if list(layers) != sorted(set(layers)) or not layers or not 0 <= layers[0] <= layers[-1] < count:
         problem = f"not some of the inputs of the target's layers 0 to {count - 1}, in ascending order"
@@ -229,10 +204,7 @@ def head_layers(kind: str, target: FrozenTarget, feed_forward: int | None, count
     """transformers' configuration of so many layers of a kind in the target's sizes.
 
     Args:
-        kind: transformers' name for models that have such layers.
-        target: The target.
         feed_forward: Units of the feed-forward part; None takes as many as the target has.
-        count: How many layers.
     """
     theirs = target.model.config.get_text_config(decoder=True)
     heads = int(theirs.num_attention_heads)

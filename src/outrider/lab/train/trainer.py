@@ -54,7 +54,7 @@ class Verdict(Protocol):
     """Runs the real engine with what a folder holds."""
 
     def __call__(self, folder: Path) -> RequestStats:
-        """What the engine counted."""
+        """Returns what the engine counted."""
         ...
 
 
@@ -75,13 +75,7 @@ class Trainer:
     comes to the same weights as one that was not, to the bit, on the same machine and number of devices.
 
     Args:
-        trainee: What learns.
-        data: What from.
-        settings: How.
-        folder: Where checkpoints and curves are kept.
-        vocab_size: The target's, which tells tables of tokens from other matrices.
         verdict: Runs the real engine; None never does.
-        watcher: Told of the course.
     """
 
     def __init__(
@@ -117,17 +111,11 @@ class Trainer:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes and shows."""
+        """Tells whether this process writes and shows."""
         return bool(self._accelerator.is_main_process)
 
     def run(self) -> Progress:
-        """Train to the end, or until held-out texts gain no more; the trainee then has its best weights.
-
-        Raises:
-            InvalidParameterError: The checkpoint is damaged, or the pieces are too short to measure anything.
-            TrainingError: The loss or the acceptance became NaN or infinite.
-            StorageError: A file cannot be written; the checkpoints before stay.
-        """
+        """Train to the end, or until held-out texts gain no more; the trainee then has its best weights."""
         progress = self._checkpoints.restore(self._trainee.module, self._own_optimisers)
         board = Board(self._folder) if self.is_main else None
         if not progress.measurements:
@@ -250,7 +238,7 @@ class Trainer:
         return found
 
     def _judged(self, step: int) -> RequestStats | None:
-        """What the engine counts with the weights as they are, where it is due; in the main process alone."""
+        """Returns what the engine counts with the weights as they are, where it is due; in the main process alone."""
         every = self._settings.engine_every
         if self._verdict is None or not self.is_main or (step and (not every or step % every)):
             return None
@@ -345,11 +333,7 @@ def draw(folder: Path, measurements: Sequence[Measurement], title: str) -> None:
 
 
 class Board:
-    """Events for TensorBoard where the package is installed, and nothing elsewhere.
-
-    Args:
-        folder: Where they are written.
-    """
+    """Events for TensorBoard where the package is installed, and nothing elsewhere."""
 
     def __init__(self, folder: Path) -> None:
         self._writer: Any = None
@@ -386,15 +370,6 @@ class Judge:
     The chance that the token rule accepts, which is measured on texts, is exact for a single token and cheap. It does not
     see how drafts of several tokens are verified, what the engine's own kernels compute, or whether what was written loads
     at all. This does.
-
-    Args:
-        target: Folder or hub id.
-        dtype: Of its weights, as LLM takes it.
-        activations: What enters products with rounded weights, as LLM takes it.
-        pieces: Held-out texts, whose prompts are written on.
-        num_prompts: How many of them.
-        params: How the texts are written.
-        num_draft_tokens: Draft tokens in a step.
     """
 
     def __init__(
@@ -414,11 +389,7 @@ class Judge:
         self._num_draft_tokens = num_draft_tokens
 
     def judge(self, settings: dict[str, Any]) -> RequestStats:
-        """What the engine counts where the method of these settings drafts.
-
-        Raises:
-            OutriderError: The method cannot be built, or no prompt could be written.
-        """
+        """Returns what the engine counts where the method of these settings drafts."""
         config = SpeculationConfig.of({**settings, "num_draft_tokens": self._num_draft_tokens})
         found = RequestStats()
         outputs = self._llm.generate(self._prompts, self._params, speculation=config)

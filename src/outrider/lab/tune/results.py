@@ -21,29 +21,18 @@ PAYS_FROM = 1.02
 
 
 class Row(BaseModel):
-    """One way.
-
-    Attributes:
-        name: Like "draft_model k=3".
-        speculation: Its settings, as SpeculationConfig.of takes them.
-        predicted: The speedup that shadow acceptance predicts; None where text alone does not tell.
-        predicted_tokens: Tokens a pass that it predicts.
-        measured: The speedup that was measured, over rounds; None where nothing was written.
-        measured_tokens: Tokens a pass that were written.
-        tokens_per_second: Of decoding, all texts together.
-        disturbed: Whether other work disturbed the measurement, so that the speedup is not known.
-    """
+    """One way."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
-    speculation: dict[str, Any]
-    predicted: float | None = None
-    predicted_tokens: float | None = None
-    measured: Spread | None = None
-    measured_tokens: float | None = None
-    tokens_per_second: float | None = None
-    disturbed: bool = False
+    name: str  # like "draft_model k=3"
+    speculation: dict[str, Any]  # its settings, as SpeculationConfig.of takes them
+    predicted: float | None = None  # the speedup that shadow acceptance predicts; None where text alone does not tell
+    predicted_tokens: float | None = None  # tokens a pass that it predicts
+    measured: Spread | None = None  # the speedup that was measured, over rounds; None where nothing was written
+    measured_tokens: float | None = None  # tokens a pass that were written
+    tokens_per_second: float | None = None  # of decoding, all texts together
+    disturbed: bool = False  # whether other work disturbed the measurement, so that the speedup is not known
 
     @property
     def plain(self) -> bool:
@@ -58,57 +47,34 @@ class Row(BaseModel):
 
 
 class Recommendation(BaseModel):
-    """What to use.
-
-    Attributes:
-        name: The way.
-        speculation: Its settings.
-        gain: The expected speedup over plain decoding: measured again in rounds of its own, or predicted.
-        measured: Whether the gain was measured.
-        disturbed: Whether other work disturbed what it rests on. Then there is no profile.
-        said: The same as a sentence.
-    """
+    """Holds what to use."""
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str
-    speculation: dict[str, Any]
-    gain: float
-    measured: bool
-    said: str
-    disturbed: bool = False
+    name: str  # the way
+    speculation: dict[str, Any]  # its settings
+    gain: float  # the expected speedup over plain decoding: measured again in rounds of its own, or predicted
+    measured: bool  # whether the gain was measured
+    said: str  # the same as a sentence
+    disturbed: bool = False  # whether other work disturbed what it rests on. Then there is no profile.
 
 
 class TuningResults(BaseModel):
-    """A whole tuning.
-
-    Attributes:
-        model: The target.
-        dtype: Of its weights.
-        machine: Hardware and versions.
-        traffic: Where the texts come from.
-        num_texts: How many were used.
-        bad_lines: Lines that could not be used, each with the reason.
-        concurrency: Texts at a time.
-        temperature: 0 is greedy.
-        rows: Of every way, plain decoding first.
-        recommendation: What to use.
-        remarks: What a reader should know beside.
-    """
+    """A whole tuning."""
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str
-    dtype: str
-    machine: dict[str, Any]
-    traffic: str
-    num_texts: int
-    bad_lines: list[str]
-    concurrency: int
-    temperature: float
-    rows: list[Row]
-    recommendation: Recommendation
-    remarks: list[str] = []
+    model: str  # the target
+    dtype: str  # of its weights
+    machine: dict[str, Any]  # hardware and versions
+    traffic: str  # where the texts come from
+    num_texts: int  # how many were used
+    bad_lines: list[str]  # lines that could not be used, each with the reason
+    concurrency: int  # texts at a time
+    temperature: float  # 0 is greedy
+    rows: list[Row]  # of every way, plain decoding first
+    recommendation: Recommendation  # what to use
+    remarks: list[str] = []  # what a reader should know beside
 
     def as_csv(self) -> str:
         """A line for each way."""
@@ -131,12 +97,10 @@ def best(rows: list[Row]) -> Row:
 
 
 def recommend(winner: Row, again: Spread | None, concurrency: int) -> Recommendation:
-    """What to say of the winner.
+    """Returns what to say of the winner.
 
     Args:
-        winner: Of all ways.
         again: Its speedup in rounds of its own, which nobody chose it by; None where nothing is measured.
-        concurrency: Texts at a time.
     """
     at = f"at {concurrency} {'text' if concurrency == 1 else 'texts'} at a time"
     if winner.plain:
@@ -161,21 +125,13 @@ def _plainly(said: str, *, measured: bool) -> Recommendation:
 
 
 def nothing_known(doubt: str) -> Recommendation:
-    """What to say where other work disturbed what a recommendation would rest on.
-
-    Args:
-        doubt: What cannot be believed, as a sentence.
-    """
+    """Returns what to say where other work disturbed what a recommendation would rest on."""
     said = f"Nothing is recommended: {doubt} Tune again when the machine is at rest."
     return _plainly(said, measured=False).model_copy(update={"disturbed": True})
 
 
 def whole_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the folders of models named from the root, so that they hold wherever a profile is read.
-
-    Args:
-        settings: As SpeculationConfig.of takes them; those of members of a nested method are changed too.
-    """
+    """Settings with the folders of models named from the root, so that they hold wherever a profile is read."""
     found = dict(settings)
     if isinstance(found.get("model"), str) and os.path.isdir(found["model"]):
         found["model"] = os.path.abspath(found["model"])
@@ -188,12 +144,7 @@ def whole_paths(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(results: TuningResults, path: Path) -> None:
-    """Write a point for each way that has both figures, or a bar for each prediction where nothing was measured.
-
-    Args:
-        results: Of a tuning.
-        path: Where to write it, as PNG.
-    """
+    """Write a point for each way that has both figures, or a bar for each prediction where nothing was measured."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -31,20 +31,13 @@ _CHUNK = 64
 
 @dataclass(frozen=True)
 class Shadow:
-    """What drafts would have been worth.
+    """Holds what drafts would have been worth."""
 
-    Attributes:
-        num_tokens: Tokens of the texts behind their first ones.
-        passes: Passes of the target that would have written them, as expected.
-        num_draft_tokens: Draft tokens in these passes.
-        levels: Draft tokens on the longest paths of these drafts.
-        propose_seconds: Seconds that a lookup took for them; None for a draft model, whose passes are timed apart.
-    """
-
-    num_tokens: int
-    passes: float
-    num_draft_tokens: float
-    levels: float
+    num_tokens: int  # tokens of the texts behind their first ones
+    passes: float  # passes of the target that would have written them, as expected
+    num_draft_tokens: float  # draft tokens in these passes
+    levels: float  # draft tokens on the longest paths of these drafts
+    # Seconds that a lookup took for them; None for a draft model, whose passes are timed apart.
     propose_seconds: float | None = None
 
     @property
@@ -59,25 +52,14 @@ class Shadow:
 
 @dataclass(frozen=True)
 class Scored:
-    """What a model says of a text that is written already.
+    """Holds what a model says of a text that is written already."""
 
-    Attributes:
-        probs: Of each answer token, its probability.
-        ranks: Of each, how many tokens are likelier.
-    """
-
-    probs: tuple[float, ...]
-    ranks: tuple[int, ...]
+    probs: tuple[float, ...]  # of each answer token, its probability
+    ranks: tuple[int, ...]  # of each, how many tokens are likelier
 
 
 class ShadowScorer:
-    """Scores methods on texts.
-
-    Args:
-        engine: Has no work, and its thread is idle.
-        texts: With their answers.
-        temperature: With which they were written; 0 is greedy.
-    """
+    """Scores methods on texts."""
 
     def __init__(self, engine: Engine, texts: Sequence[EncodedTask], temperature: float) -> None:
         self._engine = engine
@@ -86,10 +68,9 @@ class ShadowScorer:
         self._scored: dict[int, list[Scored]] = {}
 
     def score(self, config: SpeculationConfig, proposer: Proposer | None) -> Shadow | None:
-        """What drafts of these settings would have been worth; None where text alone cannot tell.
+        """Returns what drafts of these settings would have been worth; None where text alone cannot tell.
 
         Args:
-            config: The settings.
             proposer: Of its method; None for plain decoding.
         """
         if config.method is None or proposer is None:
@@ -165,7 +146,6 @@ def _chances(ours: Scored, theirs: Scored, *, sure: bool) -> Callable[[int, int]
     """The chance that one of so many siblings stood at a place, where all before it stood.
 
     Args:
-        ours, theirs: What the target and the draft say of the text.
         sure: Whether drafts take the likeliest tokens instead of drawing them.
     """
     if sure:
@@ -175,13 +155,7 @@ def _chances(ours: Scored, theirs: Scored, *, sure: bool) -> Callable[[int, int]
 
 
 def expected_passes(stands: Callable[[int, int], float], widths: Sequence[int], length: int) -> tuple[float, float, float]:
-    """What writing a text is expected to take.
-
-    Args:
-        stands: Of a place and a number of siblings, the chance that a draft stood there where all before it stood.
-        widths: Siblings of a draft by depth; ones for a chain.
-        length: Tokens of the text, the first of which is there. A draft is never so long that no token of the target fits
-            behind it.
+    """Returns what writing a text is expected to take.
 
     Returns:
         (passes, draft tokens, levels)
@@ -202,13 +176,7 @@ def expected_passes(stands: Callable[[int, int], float], widths: Sequence[int], 
 
 
 def score_text(runner: ModelRunner, text: EncodedTask, params: SamplingParams) -> Scored:
-    """What a model says of the answer of a text, in a memory of its own.
-
-    Args:
-        runner: Of the model.
-        text: With its answer.
-        params: With which the answer was written.
-    """
+    """Returns what a model says of the answer of a text, in a memory of its own."""
     tokens = (*text.prompt_ids, *_answer(text))
     first = len(text.prompt_ids) - 1  # the row that says what the first answer token is
     apart = runner.with_own_memory(len(tokens))

@@ -25,26 +25,15 @@ _LEAST_ANSWER = 8
 
 @dataclass(frozen=True)
 class Traffic:
-    """Texts in the target's tokens.
+    """Texts in the target's tokens."""
 
-    Attributes:
-        source: Where they come from, to show.
-        texts: The texts; `answer_ids` of those that were recorded.
-        bad: The lines that could not be used, each with the reason.
-    """
-
-    source: str
-    texts: tuple[EncodedTask, ...]
-    bad: tuple[str, ...] = ()
+    source: str  # where they come from, to show
+    texts: tuple[EncodedTask, ...]  # the texts; `answer_ids` of those that were recorded
+    bad: tuple[str, ...] = ()  # the lines that could not be used, each with the reason
 
     def rounds(self, batch: int, most: int) -> list[list[EncodedTask]]:
         """At most so many texts, spread evenly over all of them, in two batches at least. They begin again from the first
-        where there are too few, and the last batch is filled up.
-
-        Args:
-            batch: Texts at a time.
-            most: How many texts, where they fill two batches.
-        """
+        where there are too few, and the last batch is filled up."""
         count = min(len(self.texts), max(most, 1))
         chosen = [self.texts[place * len(self.texts) // count] for place in range(count)]
         return [
@@ -56,9 +45,7 @@ def sample_traffic(encoder: PromptEncoder, limit: int, max_tokens: int) -> Traff
     """The prompts of the benchmark, where the user gives none.
 
     Args:
-        encoder: Of the target.
         limit: The most tokens of a text, with its prompt.
-        max_tokens: The output tokens of a text.
     """
     together = zip(*(built_in(name) for name in _WORKLOADS), strict=False)
     texts = [(task.name, encoder.encode(task.prompt)[1]) for tasks in together for task in tasks]
@@ -73,12 +60,7 @@ def recorded_traffic(folder: Path, limit: int, max_tokens: int) -> Traffic:
     """The held-out prompts of a folder of data, which no training has learnt from.
 
     Args:
-        folder: Made by `outrider train data`, or by a server that records.
         limit: The most tokens of a text, with its prompt.
-        max_tokens: The output tokens of a text; fewer where the one that was kept had fewer.
-
-    Raises:
-        InvalidParameterError: It holds no data, or no held-out text that fits.
     """
     texts = []
     for place, record in enumerate(read_records(folder, read_manifest(folder))):
@@ -97,13 +79,7 @@ def read_traffic(path: Path, encoder: PromptEncoder, limit: int, max_tokens: int
 
     Args:
         path: The file: {"prompt": "..."} or {"messages": [...]} a line. "max_tokens" may stand beside it.
-        encoder: Of the target.
         limit: The most tokens of a text, with its prompt.
-        max_tokens: The output tokens of a text that says nothing of its own.
-        recorded: Whether each line must hold the answer that was served, as "answer", "output" or "completion".
-
-    Raises:
-        InvalidParameterError: The file cannot be read, or no line of it can be used.
     """
     field = "log" if recorded else "traffic"
     texts: list[EncodedTask] = []

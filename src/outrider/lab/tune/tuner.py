@@ -38,32 +38,16 @@ _LEAST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """How to tune.
+    """Says how to tune."""
 
-    Attributes:
-        concurrency: Texts at a time.
-        temperature: With which texts are written, or were; 0 is greedy.
-        num_texts: Most texts that are used.
-        generate: Whether to replay and measure; otherwise recorded answers are scored alone.
-    """
-
-    concurrency: int
-    temperature: float
-    num_texts: int
-    generate: bool
+    concurrency: int  # texts at a time
+    temperature: float  # with which texts are written, or were; 0 is greedy
+    num_texts: int  # most texts that are used
+    generate: bool  # whether to replay and measure; otherwise recorded answers are scored alone
 
 
 class Tuner:
-    """Tunes a target for its traffic.
-
-    Args:
-        llm: The target, loaded without a method. Nobody else uses it.
-        ways: To try, plain decoding first.
-        traffic: The user's texts.
-        plan: How to tune.
-        progress: Shows how far it is.
-        say: Shows a line: what is going to be done, and how long it takes.
-    """
+    """Tunes a target for its traffic."""
 
     def __init__(
         self,
@@ -86,11 +70,7 @@ class Tuner:
         self._ways = [way for way in ways if self._usable(way)]
 
     def run(self) -> TuningResults:
-        """Measure or predict every way.
-
-        Raises:
-            OutriderError: A text could not be written.
-        """
+        """Measure or predict every way."""
         watch = LoadWatch()
         if self._plan.generate:
             count = sum(map(len, self._rounds))
@@ -122,7 +102,7 @@ class Tuner:
     # -- ways ----------------------------------------------------------------------------------------------------------
 
     def _usable(self, way: DecodingConfig) -> bool:
-        """Whether its proposer can be had. One that cannot is left out, and a remark says why."""
+        """Tells whether its proposer can be had. One that cannot is left out, and a remark says why."""
         method = way.config.method
         drafter = (type(method), getattr(method, "model", None))
         try:
@@ -193,7 +173,7 @@ class Tuner:
     # -- predicting ----------------------------------------------------------------------------------------------------
 
     def _predict(self, texts: Sequence[EncodedTask]) -> dict[str, Prediction]:
-        """Of each way that text alone tells something of."""
+        """Predicts the gain of each way that text alone tells something of."""
         self._progress.expect("predicting", len(self._ways) + 1)
         context = int(fmean(len(text.prompt_ids) + text.max_tokens / 2 for text in texts))
         scorer = ShadowScorer(self._llm.engine, texts, self._plan.temperature)
@@ -210,7 +190,7 @@ class Tuner:
         return found
 
     def _costs(self, context: int) -> CostTable:
-        """What passes of the target and of draft models cost behind such a context, by the names of ways."""
+        """Returns what passes of the target and of draft models cost behind such a context, by the names of ways."""
         timed: dict[int, dict[int, float]] = {}
         drafts = {}
         for way in self._ways:
@@ -265,12 +245,7 @@ class Tuner:
 
 
 def clearly_best(runs: Mapping[str, list[Run]], plain: str) -> list[str]:
-    """The ways that may still be the best: those whose best round is not slower than the worst one of another way.
-
-    Args:
-        runs: Of each way. Those that have stopped have fewer.
-        plain: The name of plain decoding, with which each round is compared.
-    """
+    """The ways that may still be the best: those whose best round is not slower than the worst one of another way."""
     most = len(runs[plain])
     spreads = {name: believed_speedup(own, runs[plain]) for name, own in runs.items() if len(own) == most}
     known = {name: spread for name, spread in spreads.items() if spread is not None}
@@ -313,12 +288,7 @@ def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[
     """The ways to try, plain decoding first.
 
     Args:
-        llm: The target.
-        names: As in the benchmark; empty takes the usual ones. "auto" chooses from the draft model and from `suffix`.
         draft_model: For the ways that need one and name none; None where there is none.
-
-    Raises:
-        InvalidParameterError: A way is unknown, or needs a draft model.
     """
     chosen = names or [name for name in USUAL if draft_model is not None or not name.startswith("draft_model")]
     ways = parse_ways(chosen, draft_model)
@@ -330,7 +300,7 @@ def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[
 
 
 def _with_4_bits(way: DecodingConfig) -> DecodingConfig:
-    """The same with a draft model of half the bytes, whose drafts may be refused more often."""
+    """Returns the same with a draft model of half the bytes, whose drafts may be refused more often."""
     assert way.config.method is not None
     method = way.config.method.replace(quantization="int4")
     return DecodingConfig(f"{way.name} int4", way.config.replace(method=method))
@@ -345,29 +315,15 @@ def _resolved(llm: LLM, way: DecodingConfig) -> DecodingConfig:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What drafts are expected to be worth.
+    """Holds what drafts are expected to be worth."""
 
-    Attributes:
-        tokens: Tokens that a text gains in a step.
-        rows: Rows of a text in a step.
-        speedup: Over plain decoding.
-    """
-
-    tokens: float
-    rows: float
-    speedup: float
+    tokens: float  # tokens that a text gains in a step
+    rows: float  # rows of a text in a step
+    speedup: float  # over plain decoding
 
 
 def predict(shadow: Shadow, name: str, table: CostTable, batch: int, context: int) -> Prediction:
-    """The speedup that follows from what drafts would have been worth, by the governor's own model of costs.
-
-    Args:
-        shadow: What the drafts would have been worth.
-        name: Of its draft model in the table; not used for a lookup.
-        table: What passes cost.
-        batch: Texts at a time.
-        context: Mean tokens of a text.
-    """
+    """The speedup that follows from what drafts would have been worth, by the governor's own model of costs."""
     costs = CostModel(table)
     plain = costs.step_seconds(batch, batch * context)
     step = costs.step_seconds(batch * shadow.rows_per_pass, batch * context)

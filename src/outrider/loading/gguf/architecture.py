@@ -45,33 +45,22 @@ from outrider.loading.gguf.values import Values
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of model.
+    """A kind of model."""
 
-    Attributes:
-        config: The name of its configuration in transformers.
-        adjusted: Makes the configuration's values that are not common to all, from a reader of the file.
-        layer: The names of tensors of a layer.
-        arranged: What lies otherwise in the file.
-        joined: What has several tensors in the file.
-        offset_norms: Whether the weights of norms are kept plus 1, those of `arranged` apart.
-        knows: Values that `adjusted` or `rope` take care of, and that are refused elsewhere.
-        rope: Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
-        epsilon: What the number that keeps norms finite is called in transformers, and in files.
-        factors: The tensors with factors of its rotary frequencies.
-        scaled: Whether frequencies are divided by those factors when the model is filled, where its configuration does not
-            have them.
-    """
-
-    config: str
+    config: str  # the name of its configuration in transformers
+    # Makes the configuration's values that are not common to all, from a reader of the file.
     adjusted: Callable[[Values], dict[str, Any]] = lambda values: {}
-    layer: LayerNames = field(default_factory=lambda: LAYER)
-    arranged: Arranged = field(default_factory=dict)
-    joined: Mapping[str, Joined] = field(default_factory=dict)
-    offset_norms: bool = False
-    knows: tuple[str, ...] = ()
+    layer: LayerNames = field(default_factory=lambda: LAYER)  # the names of tensors of a layer
+    arranged: Arranged = field(default_factory=dict)  # what lies otherwise in the file
+    joined: Mapping[str, Joined] = field(default_factory=dict)  # what has several tensors in the file
+    offset_norms: bool = False  # whether the weights of norms are kept plus 1, those of `arranged` apart
+    knows: tuple[str, ...] = ()  # values that `adjusted` or `rope` take care of, and that are refused elsewhere
+    # Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
     rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
+    # What the number that keeps norms finite is called in transformers, and in files.
     epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
-    factors: tuple[str, ...] = (FREQUENCY_FACTORS,)
+    factors: tuple[str, ...] = (FREQUENCY_FACTORS,)  # the tensors with factors of its rotary frequencies
+    # Whether frequencies are divided by those factors when the model is filled, where its configuration does not have them.
     scaled: bool = True
 
 
@@ -279,12 +268,7 @@ _SPECIAL = {
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """What is known of a file's architecture.
-
-    Raises:
-        ModelLoadError: It does not say its architecture.
-        UnsupportedModelError: The architecture is not known.
-    """
+    """Returns what is known of a file's architecture."""
     values = Values(file)
     name = values.architecture
     if name not in ARCHITECTURES:
@@ -299,12 +283,7 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def read_config(file: GgufFile) -> Any:
-    """transformers' configuration of a model.
-
-    Raises:
-        ModelLoadError: A value is missing, or is not what it has to be.
-        UnsupportedModelError: The architecture is not known, or has something that is not.
-    """
+    """transformers' configuration of a model."""
     import transformers
 
     known, values = architecture_of(file), Values(file)
@@ -323,12 +302,7 @@ def read_config(file: GgufFile) -> Any:
 
 
 def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
-    """The fields of transformers' configuration that describe the layers of a file.
-
-    Raises:
-        ModelLoadError: A value is missing, or is not what it has to be.
-        UnsupportedModelError: The architecture has something that is not known.
-    """
+    """The fields of transformers' configuration that describe the layers of a file."""
     for name, plain in _SPECIAL.items():
         if name not in known.knows and values.get(name) not in (None, plain):
             raise values.refuse(f"{values.architecture}.{name}={values.get(name)!r}")

@@ -16,19 +16,12 @@ Places = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a tensor of transformers is made of one of a file.
+    """Says how a tensor of transformers is made of one of a file."""
 
-    Attributes:
-        rows: The rows that it has. None for all in their order.
-        columns: The columns. None for all in their order.
-        floats: Changes numbers, which are floats and no blocks.
-        flat: Whether the file has it as rows, and transformers all rows as one.
-    """
-
-    rows: Places | None = None
-    columns: Places | None = None
-    floats: Callable[[Tensor], Tensor] | None = None
-    flat: bool = False
+    rows: Places | None = None  # the rows that it has. None for all in their order.
+    columns: Places | None = None  # the columns. None for all in their order.
+    floats: Callable[[Tensor], Tensor] | None = None  # changes numbers, which are floats and no blocks
+    flat: bool = False  # whether the file has it as rows, and transformers all rows as one
 
 
 #: By the name of a tensor in a layer of transformers, without its ending.
@@ -37,7 +30,7 @@ _AS_IT_IS = Arrangement()
 
 
 def arrangement_of(arranged: Arranged, stock: str) -> Arrangement:
-    """That of a tensor by transformers' name."""
+    """Returns the arrangement of a tensor by transformers' name."""
     return arranged.get(layer_name(stock), _AS_IT_IS)
 
 
@@ -61,17 +54,11 @@ def column_order(arranged: Arranged, stock: str, config: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Joined:
-    """A tensor of transformers whose parts are tensors of a file, which are named by their numbers.
+    """A tensor of transformers whose parts are tensors of a file, which are named by their numbers."""
 
-    Attributes:
-        shapes: Those of the parts, for a configuration.
-        join: Makes the tensor of its parts.
-        by_rows: Whether blocks of the parts are those of the tensor. Otherwise it becomes floats.
-    """
-
-    shapes: Callable[[Any], list[tuple[int, ...]]]
-    join: Callable[[list[Tensor]], Tensor]
-    by_rows: bool = False
+    shapes: Callable[[Any], list[tuple[int, ...]]]  # those of the parts, for a configuration
+    join: Callable[[list[Tensor]], Tensor]  # makes the tensor of its parts
+    by_rows: bool = False  # whether blocks of the parts are those of the tensor. Otherwise it becomes floats.
 
 
 # --- What unfolds latent keys and values: keys of each head the other way round, then values. Both are the rows of a head

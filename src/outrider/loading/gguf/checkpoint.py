@@ -40,16 +40,7 @@ _KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias", ".e_score_correction_bias", "
 
 
 class GgufCheckpoint:
-    """The tensors of a file by transformers' names.
-
-    Args:
-        file: The file.
-        config: transformers' configuration of it.
-        narrow: Whether matrices in blocks of Q5_0 and Q8_0 are rounded to Q4_0.
-
-    Raises:
-        UnsupportedModelError: It has a tensor that is not known of its architecture.
-    """
+    """The tensors of a file by transformers' names."""
 
     def __init__(self, file: GgufFile, config: Any, *, narrow: bool = False) -> None:
         self._file, self._config, self._narrow = file, config, narrow
@@ -76,21 +67,13 @@ class GgufCheckpoint:
 
     @property
     def _predicts(self) -> bool:
-        """Whether there are layers behind those of the model."""
+        """Tells whether there are layers behind those of the model."""
         values = Values(self._file)
         return values.num_layers < values.count("block_count")
 
     def check(self, empty: nn.Module, without: tuple[str, ...] = ()) -> None:
         """Refuse a file whose tensors are not those of a model, before anything is read. What transformers would make for
-        itself might be as large as any number in the file.
-
-        Args:
-            empty: The model, without weights.
-            without: Tensors of the model that the file need not have.
-
-        Raises:
-            ModelLoadError: A tensor is missing, has another shape, or is one that the model does not have.
-        """
+        itself might be as large as any number in the file."""
         wanted = {name: tuple(weight.shape) for name, weight in empty.state_dict().items()}
         if self._config.tie_word_embeddings:
             wanted.pop("lm_head.weight", None)
@@ -119,7 +102,7 @@ class GgufCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of what is not in blocks: bfloat16 where this holds all codes and all matrices exactly, or else
+        """Returns the dtype of what is not in blocks: bfloat16 where this holds all codes and all matrices exactly, or else
         float32. Norms, and biases of blocks, keep their own bits."""
         if mixes_rows(self._file) or any(tensor.type == "F16" for tensor in self._tensors.values()):
             return torch.float32  # in which all matrices take rows in one form
@@ -130,8 +113,8 @@ class GgufCheckpoint:
         return torch.bfloat16 if exact else torch.float32
 
     def _keeps_bits(self, name: str) -> bool:
-        """Whether a vector may have more bits than the rest of a model: a norm, or a bias that is added to a product with
-        blocks of codes."""
+        """Tells whether a vector may have more bits than the rest of a model: a norm, or a bias that is added to a product
+        with blocks of codes."""
         tensor = self._tensors[name]
         if len(_squeezed(tensor.shape)) > 1 and not arrangement_of(self._known.arranged, name).flat:
             return False
@@ -141,11 +124,8 @@ class GgufCheckpoint:
         return takes_rounded_rows(matrix) if matrix is not None else name.endswith(_KEPT_WIDE)
 
     def state(self, empty: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What transformers loads into a model: vectors and matrices of floats, and empty weights for those in blocks.
-
-        Raises:
-            UnsupportedModelError: Gates and values of experts have different types.
-        """
+        """Returns what transformers loads into a model: vectors and matrices of floats, and empty weights for those in
+        blocks."""
         state, shapes = {}, {name: weight.shape for name, weight in empty.state_dict().items()}
         for name, tensor in self._single():
             if is_packed(tensor):
@@ -163,11 +143,7 @@ class GgufCheckpoint:
 
     def fill(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Give the layers of a model their blocks, one after another; tied ones share them. Norms and biases get the bits
-        that the dtype does not hold.
-
-        Raises:
-            ModelLoadError: Numbers of a tensor are not finite, or it has no such layer.
-        """
+        that the dtype does not hold."""
         modules, reading = (
             dict(model.named_modules()),
             FileProgress(self._file.path, sum(tensor.data.nbytes for tensor in self._tensors.values())),
@@ -203,7 +179,7 @@ class GgufCheckpoint:
         return {name: (joined, joined.shapes(self._config)) for name, joined in found.items() if joined is not None}
 
     def _is_joined_by_blocks(self, name: str) -> bool:
-        """Whether the parts of a tensor stay in their blocks, which have one type."""
+        """Tells whether the parts of a tensor stay in their blocks, which have one type."""
         parts = [self._tensors[part] for part in self._parts(name)]
         alike = len({part.type for part in parts}) == 1
         return self._joined()[name][0].by_rows and alike and all(is_packed(part) for part in parts)
@@ -287,7 +263,7 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_bfloat16(values: Tensor) -> bool:
-    """Whether bfloat16 holds these numbers exactly."""
+    """Tells whether bfloat16 holds these numbers exactly."""
     return torch.equal(values.bfloat16().float(), values)
 
 
@@ -296,15 +272,10 @@ def _is_bfloat16(values: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection of all experts of a layer, and its parts in a file, which are named by their numbers.
+    """One projection of all experts of a layer, and its parts in a file, which are named by their numbers."""
 
-    Attributes:
-        name: transformers' name of the tensor.
-        stack: The tensor.
-    """
-
-    name: str
-    stack: ExpertStack
+    name: str  # transformers' name of the tensor
+    stack: ExpertStack  # the tensor
 
     @property
     def parts(self) -> list[str]:
@@ -318,17 +289,14 @@ class Projection:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What a file has to hold: [num_experts, out_features, in_features] each, and [num_experts, out_features]."""
+        """Returns what a file has to hold: [num_experts, out_features, in_features] each, and [num_experts,
+        out_features]."""
         count, rows, cols = part_shape(self.stack)
         found: dict[str, tuple[int, ...]] = dict.fromkeys(self.parts, (count, rows, cols))
         return found | dict.fromkeys(self.bias_parts, (count, rows))
 
     def state(self, path: str, tensors: Mapping[str, GgufTensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """What transformers loads: floats, and an empty tensor for blocks.
-
-        Raises:
-            UnsupportedModelError: Parts have different types.
-        """
+        """Returns what transformers loads: floats, and an empty tensor for blocks."""
         parts = [tensors[name] for name in self.parts]
         if len({part.type for part in parts}) > 1:
             types = " and ".join(f"{part.name} as {part.type}" for part in parts)
@@ -345,11 +313,7 @@ class Projection:
         return found
 
     def fill(self, path: str, tensors: Mapping[str, GgufTensor], dtype: torch.dtype) -> None:
-        """Give the tensor its blocks, if it has some.
-
-        Raises:
-            ModelLoadError: Numbers are not finite.
-        """
+        """Give the tensor its blocks, if it has some."""
         parts = [tensors[name] for name in self.parts]
         if is_packed(parts[0]):
             stored = [stored_tensor(path, part, dtype) for part in parts]

@@ -23,8 +23,8 @@ def without_window(values: Values) -> dict[str, Any]:
 
 
 def gemma(values: Values, largest: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 share. Scores are scaled by the width of heads, but in the largest model, which has `largest`
-    layers, by the hidden size for each head; files do not say it."""
+    """Returns what Gemma 2 and 3 share. Scores are scaled by the width of heads, but in the largest model, which has
+    `largest` layers, by the hidden size for each head; files do not say it."""
     heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
     scale = values.count("attention.key_length", hidden // heads)
     return {
@@ -324,7 +324,7 @@ def cohere_2(values: Values) -> dict[str, Any]:
 
 
 def stablelm(values: Values) -> dict[str, Any]:
-    """Where a layer has one norm, its feed-forward stands beside attention."""
+    """Returns where a layer has one norm, its feed-forward stands beside attention."""
     return {
         "use_qkv_bias": values.has("blk.0.attn_q.bias"),
         "use_parallel_residual": not values.has("blk.0.ffn_norm.weight"),

@@ -58,19 +58,12 @@ class _MalformedError(ValueError):
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a file.
+    """A tensor of a file."""
 
-    Attributes:
-        name: As llama.cpp names it.
-        shape: As PyTorch has it: the inputs come last.
-        type: The name of its type.
-        data: uint8, all its bytes, mapped.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-    data: np.ndarray
+    name: str  # as llama.cpp names it
+    shape: tuple[int, ...]  # as PyTorch has it: the inputs come last
+    type: str  # the name of its type
+    data: np.ndarray  # uint8, all its bytes, mapped
 
     def rows(self) -> Tensor:
         """uint8 [rows, bytes of a row], still in the file."""
@@ -92,17 +85,11 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A model in GGUF.
+    """A model in GGUF."""
 
-    Attributes:
-        path: As the caller named it.
-        metadata: Its values by their keys.
-        tensors: By their names, those of all its files.
-    """
-
-    path: str
-    metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
+    path: str  # as the caller named it
+    metadata: dict[str, Any]  # its values by their keys
+    tensors: dict[str, GgufTensor]  # by their names, those of all its files
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +98,8 @@ class GgufFile:
 
 
 def is_gguf(model: str) -> bool:
-    """Whether a model is named by a GGUF file: by its ending, or by its first bytes: blobs of Ollama have no ending."""
+    """Tells whether a model is named by a GGUF file: by its ending, or by its first bytes: blobs of Ollama have no
+    ending."""
     path = Path(model)
     if not path.is_file():
         return False
@@ -125,11 +113,7 @@ def is_gguf(model: str) -> bool:
 
 
 def read_gguf(model: str) -> GgufFile:
-    """Read the header of a file, and of those that belong to it.
-
-    Raises:
-        ModelLoadError: A file is truncated, malformed, or one of several that are not there.
-    """
+    """Read the header of a file, and of those that belong to it."""
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
     paths = parts_of(model)
@@ -164,11 +148,7 @@ def parts_of(model: str) -> list[Path]:
 
 
 def _check_part(path: Path, metadata: dict[str, Any], place: int, count: int, *, is_joined: bool) -> None:
-    """Refuse a part of a model whose name is not that of this part, and parts that were joined to one file.
-
-    Raises:
-        ModelLoadError: The file says that it is another part than its name does.
-    """
+    """Refuse a part of a model whose name is not that of this part, and parts that were joined to one file."""
     said, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
     if not isinstance(said, int) or not isinstance(number, int) or said < 2 or (said, number) == (count, place):
         return
@@ -183,7 +163,7 @@ def _check_part(path: Path, metadata: dict[str, Any], place: int, count: int, *,
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], bool]:
-    """What a file holds, and whether another one is written behind it."""
+    """Returns what a file holds, and whether another one is written behind it."""
     if path.stat().st_size < 24:
         raise _MalformedError("it ends within its first 24 bytes")
     with path.open("rb") as file:
@@ -332,19 +312,20 @@ class _HeaderReader:
 
 
 def is_packed(tensor: GgufTensor) -> bool:
-    """Whether a matrix, or one for each expert, stays in blocks. The kernels take units of 32 inputs, and routers are
+    """Tells whether a matrix, or one for each expert, stays in blocks. The kernels take units of 32 inputs, and routers are
     floats."""
     known = tensor.type in GGUF_TYPES and ".ffn_gate_inp." not in tensor.name
     return known and len(tensor.shape) in (2, 3) and tensor.shape[-1] % 32 == 0
 
 
 def rows_may_be_rounded(file: GgufFile) -> bool:
-    """Whether there are matrices of a file that rows of 8 bits can be multiplied with."""
+    """Tells whether there are matrices of a file that rows of 8 bits can be multiplied with."""
     return any(takes_rounded_rows(tensor) for tensor in file.tensors.values())
 
 
 def may_be_narrowed(file: GgufFile) -> bool:
-    """Whether there are matrices of a file, experts aside, in blocks of 5 or 8 bits that may be rounded to blocks of 4."""
+    """Tells whether there are matrices of a file, experts aside, in blocks of 5 or 8 bits that may be rounded to blocks of
+    4."""
     found = (tensor for tensor in file.tensors.values() if tensor.type in NARROWED_TYPES)
     return any(is_packed(tensor) and len(tensor.shape) == 2 for tensor in found)
 
@@ -360,7 +341,7 @@ _TOGETHER = (
 
 
 def mixes_rows(file: GgufFile) -> bool:
-    """Whether matrices that are multiplied with the same rows are blocks of codes and floats."""
+    """Tells whether matrices that are multiplied with the same rows are blocks of codes and floats."""
     layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     groups = ([f"blk.{layer}.{name}.weight" for name in names] for layer in layers for names in _TOGETHER)
     found = ({takes_rounded_rows(file.tensors[name]) for name in names if name in file.tensors} for names in groups)
@@ -368,7 +349,7 @@ def mixes_rows(file: GgufFile) -> bool:
 
 
 def takes_rounded_rows(tensor: GgufTensor) -> bool:
-    """Whether a matrix is in blocks of codes, which rows of 8 bits can be multiplied with."""
+    """Tells whether a matrix is in blocks of codes, which rows of 8 bits can be multiplied with."""
     return is_packed(tensor) and GGUF_TYPES[tensor.type].format.may_round_rows
 
 
@@ -384,11 +365,7 @@ def stored_tensor(
     """The weights of a tensor for which `is_packed` holds, which stand for `dtype`: [out_features, in_features], or with
     [num_experts] before it. `order` and `columns` are the rows and the columns of the file in the order that is wanted.
     Blocks hold columns of their file, and so keep their order, which products then follow. With `narrow`, blocks of Q5_0
-    and Q8_0 are rounded to Q4_0.
-
-    Raises:
-        ModelLoadError: Numbers are not finite.
-    """
+    and Q8_0 are rounded to Q4_0."""
     rows = tensor.rows()
     known = (NARROWED_TYPES if narrow else GGUF_TYPES).get(tensor.type, GGUF_TYPES[tensor.type])
     wanted = rows if order is None else rows[order]
@@ -428,7 +405,7 @@ def watched_reading(show: ShowReading) -> Iterator[None]:
 
 
 class FileProgress:
-    """What has been read of a file of `total` bytes."""
+    """Holds what has been read of a file of `total` bytes."""
 
     def __init__(self, path: str, total: int) -> None:
         self._name, self._done, self._total = Path(path).name, 0, total

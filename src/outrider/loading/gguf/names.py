@@ -203,12 +203,7 @@ LayerNames = Mapping[str, str | tuple[str, ...]]
 
 
 def stock_names(layer: LayerNames, name: str) -> list[str]:
-    """transformers' names for what a tensor of a file holds; none where it is not known.
-
-    Args:
-        layer: The names of tensors of a layer.
-        name: llama.cpp's.
-    """
+    """transformers' names for what a tensor of a file holds; none where it is not known."""
     place, _, kind = name.rpartition(".")
     if "." not in place and (own := layer.get(place, _MODEL.get(place))) is not None:
         return [f"{own}.{kind}"]

@@ -43,16 +43,7 @@ class PredictionLayer(NamedTuple):
 
 
 class PredictionLayers:
-    """The layers of a file that predict several tokens.
-
-    Args:
-        path: The file. It may hold the whole model, or these layers alone.
-        config: transformers' configuration of the target.
-
-    Raises:
-        ModelLoadError: The file cannot be read.
-        HeadMismatchError: It is a file of another model.
-    """
+    """The layers of a file that predict several tokens."""
 
     def __init__(self, path: str, config: Any) -> None:
         self._file = read_gguf(path)
@@ -78,23 +69,12 @@ class PredictionLayers:
 
     @property
     def shared(self) -> bool:
-        """Whether layers behind the first have no projection of their own, and take that of the first."""
+        """Tells whether layers behind the first have no projection of their own, and take that of the first."""
         behind = [tensors for number, tensors in self._tensors.items() if number > self._first]
         return bool(behind) and not any(_FC in tensors for tensors in behind)
 
     def read(self, place: int, config: Any, empty: nn.Module, dtype: torch.dtype) -> PredictionLayer:
-        """One layer.
-
-        Args:
-            place: Its number among them.
-            config: transformers' configuration of a model of this layer alone.
-            empty: Such a model without weights.
-            dtype: Of what is not in blocks.
-
-        Raises:
-            ModelLoadError: A tensor is missing, has another shape, or holds NaN or infinity.
-            UnsupportedModelError: It has a tensor that is not known of its architecture.
-        """
+        """One layer."""
         number, path = self._first + place, self._file.path
         own = self._tensors[number]
         beside = (self._tensors[self._first] if self.shared else {}) | own
@@ -131,7 +111,7 @@ class PredictionLayers:
 
 
 def carries_prediction_layers(path: str, config: Any) -> bool:
-    """Whether a file of this model holds such layers. Raises ModelLoadError for a file that cannot be read."""
+    """Tells whether a file of this model holds such layers. Raises ModelLoadError for a file that cannot be read."""
     first = int(config.num_hidden_layers)
     return any(part == _FC and (number or 0) >= first for number, part in map(layer_part, read_gguf(path).tensors))
 

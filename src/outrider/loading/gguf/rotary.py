@@ -31,18 +31,7 @@ _OF_YARN = {"yarn_ext_factor": 1.0, "yarn_attn_factor": None, _LOG_MULTIPLIER: 0
 def rope_parameters(
     values: Values, theta: float = 10_000.0, *, truncate: bool = True, weighs: bool = False
 ) -> dict[str, Any]:
-    """Rotary positions by the scaling that a file names.
-
-    Args:
-        values: Of the file.
-        theta: The base, where the file says none.
-        truncate: Whether YaRN rounds the ends of its ramp to whole dimensions, as most models do.
-        weighs: Whether files of this architecture may say how much YaRN's own scale of scores is to count.
-
-    Raises:
-        ModelLoadError: A value is missing, or is not what it has to be.
-        UnsupportedModelError: The scaling is not known.
-    """
+    """Rotary positions by the scaling that a file names."""
     theta = values.number("rope.freq_base", theta)
     kind = values.get("rope.scaling.type")
     if kind in (None, "none"):
@@ -78,11 +67,7 @@ def latent_rope(values: Values, head_dim: int) -> dict[str, Any]:
 
 
 def long_rope(values: Values, head_dim: int) -> dict[str, Any]:
-    """Rotary positions of Phi-3: with factors for short texts and for long ones where the file has these.
-
-    Raises:
-        ModelLoadError: Factors are missing, or are none of these frequencies.
-    """
+    """Rotary positions of Phi-3: with factors for short texts and for long ones where the file has these."""
     part = {"partial_rotary_factor": partial_rotary(values, head_dim)}
     theta = values.number("rope.freq_base", 10_000.0)
     found = [values.has(name) for name in (SHORT_FACTORS, LONG_FACTORS)]
@@ -105,11 +90,7 @@ def long_rope(values: Values, head_dim: int) -> dict[str, Any]:
 
 
 def tempered_rope(values: Values, head_dim: int) -> dict[str, Any]:
-    """Rotary positions of Ministral 3, with the number by which queries of later positions grow.
-
-    Raises:
-        UnsupportedModelError: They are of another kind.
-    """
+    """Rotary positions of Ministral 3, with the number by which queries of later positions grow."""
     rope = rope_parameters(values, weighs=True)
     if partial_rotary(values, head_dim) != 1 or rope["rope_type"] != "yarn":
         raise values.refuse(f"{TEMPERATURE} and other rotary positions than those of YaRN")
@@ -117,11 +98,7 @@ def tempered_rope(values: Values, head_dim: int) -> dict[str, Any]:
 
 
 def rotated_part(values: Values, count: int) -> float:
-    """The part of `count` frequencies that turn at all, where those of the others are divided by huge factors.
-
-    Raises:
-        ModelLoadError: Factors are missing, or are none of these frequencies.
-    """
+    """The part of `count` frequencies that turn at all, where those of the others are divided by huge factors."""
     turning = [factor == 1.0 for factor in _factors(values, FREQUENCY_FACTORS, count)]
     if turning != sorted(turning, reverse=True):
         raise values.refuse(f"{FREQUENCY_FACTORS} that leave some frequencies between others as they are")

@@ -12,20 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Splitting:
-    """How text is cut before merges.
+    """Says how text is cut before merges."""
 
-    Attributes:
-        patterns: The regular expressions of pieces. Each one cuts what the ones before it have left.
-        whole_pieces: Whether a piece that is a token is one, whatever its merges would give.
-        begins: Whether a text begins with a token where the file does not say it.
-        of_text: Whether tokens are text with signs for spaces, and not bytes.
-        whole_breaks: Whether a run of line breaks that is a token is one, and any other one is cut into single breaks.
-    """
-
-    patterns: tuple[str, ...]
-    whole_pieces: bool = False
-    begins: bool = False
-    of_text: bool = False
+    patterns: tuple[str, ...]  # the regular expressions of pieces. Each one cuts what the ones before it have left.
+    whole_pieces: bool = False  # whether a piece that is a token is one, whatever its merges would give
+    begins: bool = False  # whether a text begins with a token where the file does not say it
+    of_text: bool = False  # whether tokens are text with signs for spaces, and not bytes
+    # Whether a run of line breaks that is a token is one, and any other one is cut into single breaks.
     whole_breaks: bool = False
 
 

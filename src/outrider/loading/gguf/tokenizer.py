@@ -28,12 +28,7 @@ SPACE = "\u2581"
 
 
 def read_gguf_tokenizer(file: GgufFile) -> Any | None:
-    """A tokenizer of transformers. None where the file brings placeholders.
-
-    Raises:
-        ModelLoadError: The vocabulary is malformed.
-        UnsupportedModelError: Its kind or its pre-tokenizer is not known.
-    """
+    """A tokenizer of transformers. None where the file brings placeholders."""
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = _Vocabulary(file)
@@ -69,11 +64,7 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
 
 def end_tokens(file: GgufFile) -> list[int]:
     """The tokens that end a text, or a turn of a chat: those that the file says, and those that llama.cpp knows by their
-    texts, since many files say one alone.
-
-    Raises:
-        ModelLoadError: One of them is no token, or the vocabulary is malformed.
-    """
+    texts, since many files say one alone."""
     vocabulary = _Vocabulary(file)
     found = {vocabulary.number(f"{name}_token_id") for name in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")}
     if isinstance(vocabulary.get("tokens"), list):
@@ -115,7 +106,7 @@ def _ends_by_text(vocabulary: _Vocabulary) -> set[int]:
 
 
 def sampling_defaults(file: GgufFile) -> dict[str, float]:
-    """How texts are drawn where a request leaves it open, by the names of SamplingParams; not validated."""
+    """Returns how texts are drawn where a request leaves it open, by the names of SamplingParams; not validated."""
     named = {ours: names.gguf for ours, names in declared(SamplingParams, Elsewhere) if names.gguf}
     found = {ours: file.metadata.get(f"general.sampling.{theirs}") for ours, theirs in named.items()}
     return {name: _shortest(value) for name, value in found.items() if value is not None}
@@ -132,7 +123,7 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 class _Vocabulary:
-    """What a file says of its tokens, checked."""
+    """Holds what a file says of its tokens, checked."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -189,7 +180,7 @@ class _Vocabulary:
         return found
 
     def merges(self) -> list[tuple[str, str]]:
-        """What is merged, of which a model finds out whether the parts and the whole are tokens."""
+        """Returns what is merged, of which a model finds out whether the parts and the whole are tokens."""
         return [(first, second) for merge in self.texts("merges") for first, _, second in [merge.partition(" ")]]
 
     def wrong_merge(self) -> ModelLoadError | None:
@@ -209,11 +200,12 @@ class _Vocabulary:
 
     @property
     def num_added(self) -> int:
-        """How many such tokens there are. Each one is searched for in every text."""
+        """Returns how many such tokens there are. Each one is searched for in every text."""
         return sum(kind in (_CONTROL, _USER_DEFINED) for kind in self.types)
 
     def _takes_spaces(self, token: str) -> bool:
-        """Whether a token that is found as a whole takes the spaces behind it. Phi-3's do, and files do not say it."""
+        """Tells whether a token that is found as a whole takes the spaces behind it. Phi-3's do, and files do not say
+        it."""
         is_phi = self.get("model") == "llama" and self.file.metadata.get("general.architecture") == "phi3"
         return is_phi and token not in ("<unk>", "<s>", "<|endoftext|>")
 
@@ -257,7 +249,7 @@ def _byte_level(vocabulary: _Vocabulary, splitting: Splitting) -> Any:
 
 
 def _of_text(vocabulary: _Vocabulary, splitting: Splitting) -> Any:
-    """That of Gemma 4, with tokens of bytes for letters that are none."""
+    """Builds the tokenizer of Gemma 4, with tokens of bytes for letters that are none."""
     from tokenizers import decoders, models, normalizers
 
     tokens, merges, patterns = vocabulary.tokens, vocabulary.merges(), splitting.patterns

@@ -39,11 +39,7 @@ class Values:
         return found
 
     def each_layer(self, name: str, default: int | None = None) -> list[int]:
-        """A whole number from 0 on for each layer, of which files may have one for all from 1 on.
-
-        Raises:
-            ModelLoadError: They are no such numbers, or too few.
-        """
+        """A whole number from 0 on for each layer, of which files may have one for all from 1 on."""
         found = self.get(name)
         if not isinstance(found, list):
             return [self.count(name, default)] * self.num_layers

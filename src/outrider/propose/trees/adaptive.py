@@ -30,25 +30,15 @@ _PLANNED = -2
 
 @dataclass(frozen=True)
 class _Place:
-    """A place for one more row.
+    """A place for one more row."""
 
-    Attributes:
-        top: The node of the draft under which it stands, -1 for the root, `_PLANNED` under a row that is planned now.
-        law: What its token is chosen from, where that is known: then it stands directly under `top`.
-        chance_of_parent: That the target's text comes to its parent.
-        depth: Of the row.
-        rank: Number of its elder siblings.
-        refused: The chance that all of them are refused.
-        chance: That the row stands once they are.
-    """
-
-    top: int
-    law: NodeLaw | None
-    chance_of_parent: float
-    depth: int
-    rank: int
-    refused: float
-    chance: float
+    top: int  # the node of the draft under which it stands, -1 for the root, `_PLANNED` under a row that is planned now
+    law: NodeLaw | None  # what its token is chosen from, where that is known: then it stands directly under `top`
+    chance_of_parent: float  # that the target's text comes to its parent
+    depth: int  # of the row
+    rank: int  # number of its elder siblings
+    refused: float  # the chance that all of them are refused
+    chance: float  # that the row stands once they are
 
     @property
     def value(self) -> float:
@@ -57,17 +47,11 @@ class _Place:
 
 @dataclass
 class _RowPlan:
-    """Rows in the order of their values.
+    """Rows in the order of their values."""
 
-    Attributes:
-        value: Tokens that they are expected to bring.
-        known: How many go to each node whose law is known.
-        unknown: The nodes without a law that get some.
-    """
-
-    value: float = 0.0
-    known: Counter[int] = field(default_factory=Counter)
-    unknown: set[int] = field(default_factory=set)
+    value: float = 0.0  # tokens that they are expected to bring
+    known: Counter[int] = field(default_factory=Counter)  # how many go to each node whose law is known
+    unknown: set[int] = field(default_factory=set)  # the nodes without a law that get some
 
 
 class BestFirstTree(TreeBuilder):
@@ -120,7 +104,7 @@ class BestFirstTree(TreeBuilder):
         self.rates.learn(draft, accepted, mode)
 
     def _is_time_to_try(self) -> bool:
-        """Whether so many drafts were left empty that old experience may have become wrong."""
+        """Tells whether so many drafts were left empty that old experience may have become wrong."""
         self._num_empty += 1
         if self._num_empty < _TRIES_AGAIN:
             return False
@@ -200,7 +184,7 @@ class BestFirstTree(TreeBuilder):
 
 
 def _feature(law: NodeLaw, rank: int) -> float:
-    """What is known of a row's chance before it has a token.
+    """Returns what is known of a row's chance before it has a token.
 
     Where tokens are drawn, that is the largest probability. Where the likeliest are taken, it is the probability of the one
     whose turn it is, among those that are left.
@@ -234,15 +218,10 @@ _FIRST_DRAFTS = 32
 
 @dataclass
 class AcceptanceProfile:
-    """Counts of rows whose parent stood, and of those that stood themselves.
+    """Counts of rows whose parent stood, and of those that stood themselves."""
 
-    Attributes:
-        offered: By depth, from 0 for the first draft token, and rank.
-        stood: The same.
-    """
-
-    offered: list[list[int]] = field(default_factory=list)
-    stood: list[list[int]] = field(default_factory=list)
+    offered: list[list[int]] = field(default_factory=list)  # by depth, from 0 for the first draft token, and rank
+    stood: list[list[int]] = field(default_factory=list)  # the same
 
     def learn(self, draft: Draft, accepted: Collection[int]) -> None:
         """Count the rows of a draft."""
@@ -256,7 +235,8 @@ class AcceptanceProfile:
                 self.stood[depth - 1][rank] += node in accepted
 
     def chance(self, depth: int, rank: int) -> float:
-        """That a row stands once its parent does: what was counted here, and for few counts what is usual for its rank."""
+        """Returns the chance that a row stands once its parent does: what was counted here, and for few counts what is
+        usual for its rank."""
         offered, stood = _read(self.offered, depth, rank), _read(self.stood, depth, rank)
         return (stood + _WEIGHT * self._usual(rank)) / (offered + _WEIGHT)
 
@@ -278,15 +258,10 @@ def _read(counts: Sequence[Sequence[int]], depth: int, rank: int) -> int:
 
 @dataclass(frozen=True)
 class PlannedTree:
-    """A shape, and what it is expected to bring.
+    """A shape, and what it is expected to bring."""
 
-    Attributes:
-        parents: The parent of each node, level by level; -1 is the root.
-        expected: Draft tokens that stand, on average.
-    """
-
-    parents: tuple[int, ...]
-    expected: float
+    parents: tuple[int, ...]  # the parent of each node, level by level; -1 is the root
+    expected: float  # draft tokens that stand, on average
 
 
 def best_tree(profile: AcceptanceProfile, num_rows: int, max_depth: int) -> PlannedTree:
@@ -374,13 +349,10 @@ _FIRST_LEVEL = 0.05
 
 
 class Pace:
-    """How long rows and levels of drafts take, and how many tokens a second come out.
+    """Says how long rows and levels of drafts take, and how many tokens a second come out.
 
     A row is worth its time where the tokens that it is expected to bring are more than the engine writes in that time
     anyway. This maximises tokens over time (a fractional programme; Dinkelbach 1967).
-
-    Args:
-        pass_seconds: Time of a target pass by its number of rows, one row among them.
     """
 
     def __init__(self, pass_seconds: Mapping[int, float]) -> None:
@@ -391,7 +363,7 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float:
-        """What all sequences together write in a second."""
+        """Returns what all sequences together write in a second."""
         return self._tokens / self._seconds
 
     @property

@@ -22,13 +22,9 @@ from outrider.verify.logits import argmax, target_probs
 
 @dataclass
 class Growth(GrowingTree):
-    """A draft in the making.
+    """A draft in the making."""
 
-    Attributes:
-        request: What was asked for.
-    """
-
-    request: ProposeRequest = field(kw_only=True)
+    request: ProposeRequest = field(kw_only=True)  # what was asked for
 
     @staticmethod
     def of(request: ProposeRequest, budget: int, max_depth: int, min_confidence: float = 0.0) -> Growth:
@@ -48,16 +44,16 @@ class Growth(GrowingTree):
 
     @property
     def draws(self) -> bool:
-        """Whether its tokens are drawn."""
+        """Tells whether its tokens are drawn."""
         return self.law is not Law.DETERMINISTIC
 
     @property
     def branches(self) -> bool:
-        """Whether it may become a tree."""
+        """Tells whether it may become a tree."""
         return self.request.builder.branches(self)
 
     def draft(self) -> Draft:
-        """What has grown."""
+        """Returns what has grown."""
         if not self.nodes:
             return EMPTY
         tokens, parents = tuple(n.token_id for n in self.nodes), tuple(n.parent for n in self.nodes)
@@ -74,7 +70,6 @@ class Growth(GrowingTree):
         the rows, up to the first of low confidence.
 
         Args:
-            token_ids: At most as many as the budget has left.
             rows: [num_tokens, vocab_size] what each of them was chosen from, as in `NodeLaw`.
         """
         self.level = []
@@ -93,7 +88,6 @@ def add_level(growths: Sequence[Growth], logits: Tensor, noise: DraftNoise) -> N
     """Choose further tokens, now that the laws behind the nodes of each `Growth.level` are known.
 
     Args:
-        growths: Drafts that grow.
         logits: [num_nodes, vocab_size] of the nodes of their levels, one draft after another, before any parameter.
         noise: For drawn tokens.
     """
@@ -116,7 +110,6 @@ def next_of_chains(
     """Choose the next token of chains without waiting for it; `Growth.follow` takes all tokens when they are known.
 
     Args:
-        growths: Chains of equal depth whose parameters process no logits.
         logits: [n, vocab_size] behind their last tokens.
         depth: Tokens that each of them has.
         noise: For drawn tokens.
@@ -144,7 +137,6 @@ def level_logits(growths: Sequence[Growth], logits: Tensor) -> Tensor:
     """The logits of the nodes of each `Growth.level`.
 
     Args:
-        growths: Drafts that grow.
         logits: [num_nodes, vocab_size] of each draft's nodes from the first of its level to its last one.
     """
     rows, start = list[int](), 0
@@ -208,7 +200,7 @@ def _add_children(wanted: Sequence[tuple[Growth, Mapping[int, int]]], noise: Dra
 
 
 def _families(growth: Growth, counts: Mapping[int, int]) -> list[_Family]:
-    """What has room in the budget; decided before anything is drawn."""
+    """Returns what has room in the budget; decided before anything is drawn."""
     room, found = growth.budget - len(growth.nodes), []
     for parent, total in counts.items():
         first = len(growth.children(parent))
@@ -271,7 +263,6 @@ def grow_by_depth(growths: Sequence[Growth], logits: Sequence[Tensor], noise: Dr
     """Grow drafts to their end.
 
     Args:
-        growths: Drafts that grow.
         logits: By draft: [num_places, vocab_size] of its `wanted_places`, before any parameter.
         noise: For drawn tokens.
     """

@@ -37,13 +37,7 @@ _EVENTS = b"text/event-stream"
 
 
 class Ingress:
-    """Passes requests on.
-
-    Args:
-        engine: Calls a replica of the engine, behind our router.
-        keys: Who may ask. The engines refuse others; here they tell whose caches may be used.
-        settings: How large a request may be.
-    """
+    """Passes requests on."""
 
     def __init__(self, engine: Any, keys: ApiKeys, settings: ServerSettings) -> None:
         write_logs()
@@ -135,11 +129,7 @@ def _lost() -> ApiError:
 
 
 class Inside:
-    """Answers parcels with an application of ASGI.
-
-    Args:
-        app: The application.
-    """
+    """Answers parcels with an application of ASGI."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -159,9 +149,6 @@ class Inside:
         """The opening with the first part of the body, then what is ready of the rest, whole events at a time.
 
         A reader that leaves ends the answer as a client does that leaves a server.
-
-        Raises:
-            ClosedError: The answer was cut off.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         task = asyncio.create_task(self._run(parcel, messages))

@@ -26,30 +26,19 @@ _REACHING_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine that replicas may run on.
+    """A machine that replicas may run on."""
 
-    Attributes:
-        memory_bytes: What is free there.
-        num_cpus: Its cores.
-    """
-
-    memory_bytes: int
-    num_cpus: int
+    memory_bytes: int  # what is free there
+    num_cpus: int  # its cores
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a replica gets.
+    """Holds what a replica gets."""
 
-    Attributes:
-        kv_tokens: Tokens of keys and values; None where it is not known what a token takes.
-        num_threads: Threads of its engine.
-        per_machine: Replicas of a machine.
-    """
-
-    kv_tokens: int | None
-    num_threads: int
-    per_machine: int
+    kv_tokens: int | None  # tokens of keys and values; None where it is not known what a token takes
+    num_threads: int  # threads of its engine
+    per_machine: int  # replicas of a machine
 
 
 def threads_of(shared: Share) -> str:
@@ -58,14 +47,7 @@ def threads_of(shared: Share) -> str:
 
 
 def own_machine(device: str | None) -> Machine:
-    """This machine.
-
-    Args:
-        device: As LLM takes it.
-
-    Raises:
-        UnsupportedParameterError: It is no CPU.
-    """
+    """This machine."""
     found = usable_device(device)
     if found.type != "cpu":
         problem = "replicas run on CPUs so far"
@@ -75,14 +57,7 @@ def own_machine(device: str | None) -> Machine:
 
 
 def check_cluster(address: str) -> None:
-    """Raise where no cluster can be reached, since Ray itself would go on to try for many minutes.
-
-    Args:
-        address: Of its first machine.
-
-    Raises:
-        InvalidParameterError: Nobody listens there, or it is no address.
-    """
+    """Raise where no cluster can be reached, since Ray itself would go on to try for many minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), _REACHING_SECONDS).close()
@@ -94,18 +69,10 @@ def check_cluster(address: str) -> None:
 def share(
     model: str, found: Sequence[Needs], count: int, machines: Sequence[Machine], kv_tokens: int | None, most_tokens: int
 ) -> Share:
-    """What each replica gets. Machines get equally many, so the smallest one decides.
+    """Returns what each replica gets. Machines get equally many, so the smallest one decides.
 
     Args:
-        model: The name of the target, for errors.
-        found: What each model of a replica needs, the target's first.
-        count: Replicas.
-        machines: One at least.
         kv_tokens: Tokens of keys and values that each replica is to have; None for a share of the free memory.
-        most_tokens: More than these are of no use to a replica.
-
-    Raises:
-        ModelTooLargeError: So many do not fit.
     """
     per_machine = -(-count // len(machines))
     available = min(machine.memory_bytes for machine in machines)

@@ -23,38 +23,23 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True)
 class Parcel:
-    """A request, read and parsed as far as routing needs it.
+    """A request, read and parsed as far as routing needs it."""
 
-    Attributes:
-        method: Of HTTP.
-        path: Without the query.
-        query: As it came.
-        headers: As they came.
-        body: All of it.
-        beginnings: The beginnings of its prompt, as `prefixes.beginnings` tells them.
-    """
-
-    method: str
-    path: str
-    query: bytes
-    headers: Headers
-    body: bytes
-    beginnings: tuple[bytes, ...]
+    method: str  # of HTTP
+    path: str  # without the query
+    query: bytes  # as it came
+    headers: Headers  # as they came
+    body: bytes  # all of it
+    beginnings: tuple[bytes, ...]  # the beginnings of its prompt, as `prefixes.beginnings` tells them
 
 
 @dataclass(frozen=True)
 class Opening:
-    """How an answer begins.
+    """Says how an answer begins."""
 
-    Attributes:
-        status: Of HTTP.
-        headers: Of the answer.
-        part: The first bytes of its body.
-    """
-
-    status: int
-    headers: Headers
-    part: bytes
+    status: int  # of HTTP
+    headers: Headers  # of the answer
+    part: bytes  # the first bytes of its body
 
 
 # --- Routes requests to the replica that has read the beginning of their prompt.
@@ -71,12 +56,7 @@ Replica = TypeVar("Replica", bound=Hashable)
 
 
 def beginnings(body: bytes, namespace: str | None) -> tuple[bytes, ...]:
-    """Digests of the beginnings of a request's first prompt, each a piece longer than the one before.
-
-    Args:
-        body: The request. One that cannot be read, or has no prompt, has no beginnings; the engine says what is wrong.
-        namespace: Whose it is. Caches are never shared between namespaces.
-    """
+    """Digests of the beginnings of a request's first prompt, each a piece longer than the one before."""
     try:
         text = _first_prompt(json.loads(body.decode("utf-8-sig")))
     except (ValueError, RecursionError, OverflowError, TypeError):
@@ -100,24 +80,14 @@ def _first_prompt(body: Any) -> bytes:
 
 
 class PrefixIndex(Generic[Replica]):
-    """The beginnings that each replica was given.
-
-    Args:
-        slack: A replica that has read the longest beginning is passed over where so many more requests run there than at
-            the least loaded one.
-    """
+    """The beginnings that each replica was given."""
 
     def __init__(self, slack: int) -> None:
         self._slack = slack
         self._known: dict[Replica, OrderedDict[bytes, None]] = {}
 
     def choose(self, pieces: Sequence[bytes], loads: Mapping[Replica, int]) -> list[Replica]:
-        """All replicas, the best one for a request first, the others by their load.
-
-        Args:
-            pieces: The beginnings of its prompt.
-            loads: The requests that each replica has now; one replica at least.
-        """
+        """All replicas, the best one for a request first, the others by their load."""
         ranked = sorted(loads, key=lambda replica: (loads[replica], random.random()))
         best = max(ranked, key=lambda replica: self._matched(replica, pieces))  # the least loaded one of the equal ones
         if loads[best] - loads[ranked[0]] < self._slack:
@@ -147,11 +117,7 @@ class PrefixIndex(Generic[Replica]):
 
 
 def merged(texts: Sequence[tuple[str, str]]) -> bytes:
-    """The metrics of all replicas, each series with a label `replica` more.
-
-    Args:
-        texts: The name of each replica, and its metrics as Prometheus reads them.
-    """
+    """The metrics of all replicas, each series with a label `replica` more."""
     families: dict[str, Metric] = {}
     for replica, text in texts:
         for found in text_string_to_metric_families(text):

@@ -46,11 +46,7 @@ _ENDING_SECONDS = 30.0
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """A cluster of Ray on this machine, or the one that the variable RAY_ADDRESS names; that one goes on afterwards.
-
-    Raises:
-        OtherEngineError: It cannot be joined.
-    """
+    """A cluster of Ray on this machine, or the one that the variable RAY_ADDRESS names; that one goes on afterwards."""
     address = os.environ.get("RAY_ADDRESS")
     own = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     try:
@@ -83,20 +79,7 @@ def serve_replicas(
     slack: int,
     **http: Any,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C inside a cluster, then refuse what is new and let those who are being served finish.
-
-    Args:
-        make: Loads the model, in the process of a replica.
-        count: Replicas.
-        shared: What each of them gets.
-        settings: Names and limits.
-        keys: Who may ask.
-        slack: See PrefixIndex.
-        http: Options of Ray Serve's HTTPOptions.
-
-    Raises:
-        OtherEngineError: The replicas do not start.
-    """
+    """Serve until SIGTERM or Ctrl-C inside a cluster, then refuse what is new and let those who are being served finish."""
     options = HTTPOptions(**http)
     with ExitStack() as stack:
         try:
@@ -146,7 +129,7 @@ def _not_started(address: str | None, error: Exception) -> OtherEngineError:
 
 
 def _reason(error: Exception) -> str:
-    """What stands in the last line of a traceback: of the replica that did not start, or of the error itself."""
+    """Returns what stands in the last line of a traceback: of the replica that did not start, or of the error itself."""
     engine = None
     with suppress(Exception):  # where nothing runs there is nobody to ask
         engine = _engine()
@@ -158,7 +141,7 @@ def _last_line(text: str) -> str:
 
 
 def _engine() -> Any:
-    """What Ray Serve knows of the engines; None where it does not know of them yet."""
+    """Returns what Ray Serve knows of the engines; None where it does not know of them yet."""
     application = serve.status().applications.get(_NAME)
     return application and application.deployments.get(_ENGINE)
 
@@ -169,7 +152,7 @@ def _num_running() -> int:
 
 
 def _own_environment() -> dict[str, str]:
-    """What was said to this package by variables is said to the replicas too, on whichever machine."""
+    """Returns what was said to this package by variables is said to the replicas too, on whichever machine."""
     return {name: value for name, value in os.environ.items() if name.startswith("OUTRIDER_")}
 
 
@@ -195,10 +178,6 @@ _SECONDS = 0.5
 @contextmanager
 def watched(count: int, num_running: Callable[[], int]) -> Iterator[Callable[[], None]]:
     """Within the block, log how many replicas run whenever that changes.
-
-    Args:
-        count: How many there should be.
-        num_running: How many there are. Errors that it raises are taken for no answer.
 
     Yields:
         What looks at once, and not only at the next turn.
@@ -240,11 +219,7 @@ def _tell(before: int | None, running: int, count: int) -> None:
 
 
 class EngineReplica:
-    """One replica of the engine, with the routes of a server.
-
-    Args:
-        make: Loads the model.
-    """
+    """One replica of the engine, with the routes of a server."""
 
     def __init__(self, make: Callable[[], Service]) -> None:
         write_logs()
@@ -259,11 +234,7 @@ class EngineReplica:
                 yield part
 
     def check_health(self) -> None:
-        """Called by Ray Serve now and then, which replaces a replica that raises.
-
-        Raises:
-            EngineDiedError: Nothing is written here any more.
-        """
+        """Called by Ray Serve now and then, which replaces a replica that raises."""
         if self._service.status == "dead":
             raise EngineDiedError
 
@@ -274,9 +245,6 @@ class EngineReplica:
 
     async def end(self, seconds: float) -> str:
         """Refuse what is new, let the texts under way finish, and let the engine go.
-
-        Args:
-            seconds: How long they may take; then they are ended with an error, as a single server ends them.
 
         Returns:
             Whether anything is still held for texts that have ended, as Service.end says it.
