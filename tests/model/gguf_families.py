@@ -86,6 +86,7 @@ class WrittenFamily:
                 continue
             prefix, part = _parted(stock)
             kind = "" if stock.endswith(("A_log", "D")) else ".bias" if "bias" in stock else ".weight"
+            kind = ".scale" if stock.endswith(("router.scale", "expert_scale")) else kind
             plain = part.removesuffix(".weight").removesuffix(".bias")
             for name, arranged, change in rules.get(plain, EXPERTS.get(plain, [(plain, _whole, self._usual(stock))])):
                 found = known.get_name(prefix + name)
@@ -100,7 +101,7 @@ def save(family: str, path: Path, **changes: Any) -> str:
     """A checkpoint whose routers have biases, which new models have not."""
     from transformers import AutoModelForCausalLM
 
-    if family == "gemma4_text" and "vocab_size" in changes:
+    if family.startswith("gemma4") and "vocab_size" in changes:
         changes["vocab_size_per_layer_input"] = changes["vocab_size"]
     source = checkpoints.save(family.partition(":")[0], path, seed=1, **changes)
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -384,6 +385,14 @@ def _describe_gemma_4(writer: Any, config: Any) -> None:
     writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
 
 
+def _gemma_4_parts(config: Any) -> dict[str, list[Part]]:
+    """What scales the router and what experts give has the names of these, with an ending of its own."""
+    return {
+        "router.scale": [("router.proj", _whole, AS_IT_IS)],
+        "router.per_expert_scale": [("experts.down_proj", _whole, AS_IT_IS)],
+    }
+
+
 def _describe_windows(writer: Any, config: Any) -> None:
     if config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
@@ -411,6 +420,7 @@ _WINDOWS = {"logit_scale": "logit_scale", "sliding_window": "sliding_window"}
 _SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 _OF_LAYERS = {
     "num_key_value_heads": None, "intermediate_size": None, "final_logit_softcapping": "final_logit_softcapping",
+    "top_k_experts": "expert_used_count",
 }  # fmt: skip
 #: By the model type of their configuration.
 WRITTEN: dict[str, WrittenFamily] = {
@@ -442,7 +452,7 @@ WRITTEN: dict[str, WrittenFamily] = {
     "lfm2": WrittenFamily("lfm2", {}, _describe_convolutions),
     "lfm2_moe": WrittenFamily("lfm2moe", {"num_dense_layers": "leading_dense_block_count"}, _describe_convolutions),
     "gemma": WrittenFamily("gemma", norms=PLUS_ONE),
-    "gemma4_text": WrittenFamily("gemma4", _OF_LAYERS, _describe_gemma_4),
+    "gemma4_text": WrittenFamily("gemma4", _OF_LAYERS, _describe_gemma_4, _gemma_4_parts),
     "deepseek_v3": WrittenFamily("deepseek2", _ROUTED | _LATENT | _GROUPS, _describe_latent, _latent_parts),
     "deepseek_v2": WrittenFamily("deepseek2", _ROUTED | _LATENT, _describe_latent, _latent_parts),
     "glm4_moe": WrittenFamily("glm4moe", _ROUTED, _describe_sigmoid),
@@ -510,6 +520,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 32,
         "final_logit_softcapping": 5.0,
         "use_double_wide_mlp": True,
+    },
+    "gemma4_text:experts": {
+        "layers": 4,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 256,
+        "attention_k_eq_v": True,
     },
     "deepseek_v3": _LATENTS | {"n_group": 2, "topk_group": 1, "rope_parameters": _YARN},
     "deepseek_v2": _LATENTS | {"norm_topk_prob": False},

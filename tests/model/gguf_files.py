@@ -19,7 +19,7 @@ ROUNDED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 #: What stays float32, beside norms, biases, sinks and routers.
 KEPT = (
     "ssm_a", "ssm_d", "ssm_conv1d.weight", "shortconv.conv.weight", "ffn_gate_inp_shexp.weight",
-    "layer_output_scale.weight",
+    "layer_output_scale.weight", ".scale",
 )  # fmt: skip
 
 Kinds = tuple[str, ...] | Callable[[int, str], str]

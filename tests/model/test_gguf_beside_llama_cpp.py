@@ -76,7 +76,7 @@ def server(path: Path) -> Iterator[Any]:
         ("llama", ("Q4_0", "Q8_0", "Q5_1"), {}, 0.2),  # llama.cpp rounds activations to 8 bits
         ("llama", ("Q4_K", "Q6_K", "Q5_K"), {}, 0.2),
         ("llama", ("IQ4_NL", "MXFP4", "Q3_K", "Q2_K"), {}, 0.2),
-        *((family, ("F32",), changes, 1e-3 + 4e-3 * (family == "gemma4_text")) for family, changes in KNOWN.items()),
+        *((family, ("F32",), changes, 1e-3 + 4e-3 * family.startswith("gemma4")) for family, changes in KNOWN.items()),
         *((family, ("Q8_0",), changes, 0.2) for family, changes in KNOWN.items()),
     ],
     ids=str,
