@@ -54,7 +54,7 @@ _IDLE_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype",
 
 
 class Identity(BaseModel):
-    """Holds what a profile holds for."""
+    """Says what a profile holds for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

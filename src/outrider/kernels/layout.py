@@ -36,7 +36,7 @@ class FormatCode(IntEnum):
 
 
 class BlockValues(IntEnum):
-    """Holds what the codes of weights in blocks stand for: themselves, a number of a table, or a number of 16 bits."""
+    """Says what the codes of weights in blocks stand for: themselves, a number of a table, or a number of 16 bits."""
 
     WHOLE = 0
     NL = 1
@@ -54,7 +54,7 @@ class Scales(IntEnum):
 
 
 class Lows(IntEnum):
-    """Holds what is added to scaled codes: nothing, a number of their block, or one of their part of it."""
+    """Says what is added to scaled codes: nothing, a number of their block, or one of their part of it."""
 
     NONE = 0
     OF_BLOCKS = 1
@@ -71,7 +71,7 @@ class Operand(IntEnum):
 
 
 class NormKind(IntEnum):
-    """Holds what a norm does: nothing, divide by the root of the mean square, or subtract the mean before that."""
+    """Says what a norm does: nothing, divide by the root of the mean square, or subtract the mean before that."""
 
     NONE = 0
     RMS = 1
@@ -79,7 +79,7 @@ class NormKind(IntEnum):
 
 
 class FeedForward(IntEnum):
-    """Holds what a feed-forward does between its products: an activation, or an activation times another product."""
+    """Says what a feed-forward does between its products: an activation, or an activation times another product."""
 
     PLAIN = 0
     GATED = 1
@@ -87,7 +87,7 @@ class FeedForward(IntEnum):
 
 
 class Decay(IntEnum):
-    """Holds what has a factor of its own by which a running state decays: a head, a key of it, or every number."""
+    """Says what has a factor of its own by which a running state decays: a head, a key of it, or every number."""
 
     OF_HEADS = 0
     OF_KEYS = 1
@@ -95,7 +95,7 @@ class Decay(IntEnum):
 
 
 class MixerKind(IntEnum):
-    """Holds what a layer with a running state computes: a short convolution, or that and a gated delta rule, or the scan of
+    """Says what a layer with a running state computes: a short convolution, or that and a gated delta rule, or the scan of
     Mamba-2."""
 
     CONVOLUTION = 0
@@ -104,7 +104,7 @@ class MixerKind(IntEnum):
 
 
 class BlocksStruct(ctypes.Structure):
-    """Holds what weights in blocks are."""
+    """Says what weights in blocks are."""
 
     _fields_ = [(name, _I64) for name in ("bits", "values", "subtracted", "part", "scales", "lows")]
 

@@ -104,7 +104,7 @@ class NgramProposer(Proposer):
 
 
 class Prediction(Method):
-    """Says what comes next in the text that the caller predicted; needs no model.
+    """Drafts what comes next in the text that the caller predicted; needs no model.
 
     Attributes:
         min_match: How many of the latest tokens must stand in the prediction, after the text left it, before drafts go on

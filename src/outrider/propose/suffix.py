@@ -126,7 +126,7 @@ _LEAST_CHANCE = 0.1
 
 
 class Suffix(Method):
-    """Says what followed the longest matching suffix, most often first; needs no model.
+    """Drafts what followed the longest matching suffix, most often first; needs no model.
 
     Attributes:
         min_match: Shortest match that it drafts from.

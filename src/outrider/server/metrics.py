@@ -32,7 +32,7 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 
 
 class ServerMetrics:
-    """Holds what is counted, request by request, and read from the engine when somebody looks."""
+    """Counts what there is to count, request by request, and read from the engine when somebody looks."""
 
     def __init__(self, model: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as in vLLM: the time at which a series began is of no use here
@@ -158,7 +158,7 @@ class EngineState:
 
 
 class _TenantCollector(Collector):
-    """Holds what tenants use, as metrics; nothing where there are no API keys."""
+    """Tells what tenants use, as metrics; nothing where there are no API keys."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -73,7 +73,7 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
 
 
 class Hangups:
-    """Holds what SIGHUP asks for, from the moment at which this is made. It does not end the process."""
+    """Does what SIGHUP asks for, from the moment at which this is made. It does not end the process."""
 
     def __init__(self) -> None:
         self._renew: Callable[[], object] | None = None
@@ -242,7 +242,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class Renewal:
-    """Holds what SIGHUP asks for. Several signals take turns.
+    """Does what SIGHUP asks for. Several signals take turns.
 
     Args:
         profile: The file that `outrider tune` writes; None where the server was started without one.

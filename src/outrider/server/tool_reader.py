@@ -19,7 +19,7 @@ MOST = 256
 
 
 class NoCallError(Exception):
-    """Holds what stands here is no call."""
+    """Tells that what stands here is no call."""
 
 
 class Reader:

@@ -23,7 +23,7 @@ from outrider.kernels import sampling
 
 
 class Stream(IntEnum):
-    """Holds what a draw is for. Streams are independent, but for GUESS, which reads TARGET's noise."""
+    """Says what a draw is for. Streams are independent, but for GUESS, which reads TARGET's noise."""
 
     TARGET = 0  # the target's own choice of a token
     DRAFT = 1  # a proposer's draw from its probabilities

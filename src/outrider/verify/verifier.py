@@ -38,7 +38,7 @@ RuleName = Literal["auto", "walk", "token", "block", "coupled"]
 
 
 class Rule(Enum):
-    """Says how a draft is checked; see verify/rules.py, verify/rules.py and the docs for each rule's source."""
+    """Says how a draft is checked; see verify/rules.py and the docs for each rule's source."""
 
     WALK = auto()  # R2, and RC for coupled drafts: the target draws at each node, and the draft is followed while it agrees
     TOKEN = auto()  # R1, chains
@@ -95,7 +95,7 @@ class DraftCandidate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds what stands."""
+    """Holds the accepted nodes and the token behind them."""
 
     path: tuple[int, ...]  # accepted nodes, root side first
     token_id: int  # the one more token

@@ -29,7 +29,7 @@ PrecisionName = DTypeName | QuantizationName | RoundedRowsName
 
 
 class BenchSettings(Frozen):
-    """Holds what to measure. Empty tuples and None leave the choice to the plan."""
+    """Says what to measure. Empty tuples and None leave the choice to the plan."""
 
     #: Folder or hub id of the target. None takes the embedded one.
     model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")

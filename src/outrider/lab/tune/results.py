@@ -47,7 +47,7 @@ class Row(BaseModel):
 
 
 class Recommendation(BaseModel):
-    """Holds what to use."""
+    """Says what to use."""
 
     model_config = ConfigDict(extra="forbid")
 
