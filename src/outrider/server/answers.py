@@ -17,6 +17,7 @@ from outrider.results import FORCED, RequestStats
 from outrider.server.errors import ApiError
 from outrider.server.requests import Job, Prompt
 from outrider.server.schemas import ChatRequest, CompletionRequest
+from outrider.server.thoughts import ThoughtListener
 from outrider.server.tools import ToolListener
 from outrider.server.wire import DONE, event
 
@@ -218,6 +219,7 @@ class ChatAnswer(Answer):
         super().__init__(job, model, tokenizer)
         assert isinstance(job.asked, ChatRequest)
         self._listeners: dict[int, ToolListener] = {}
+        self._thoughts: dict[int, ThoughtListener] = {}
         self._count = job.params.logprobs
 
     def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
@@ -254,14 +256,19 @@ class ChatAnswer(Answer):
 
     def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
         """The text for the reader, the thoughts and the calls, in more of a choice's text."""
+        before = ""
+        if self.job.thoughts is not None:
+            if number not in self._thoughts:
+                self._thoughts[number] = self.job.thoughts.listener()
+            before, text = self._thoughts[number].hear(text, last=last)
         if self.job.tools is None:
-            return text, "", []
+            return text, before, []
         if number not in self._listeners:
             self._listeners[number] = self.job.tools.listener(in_parts=bool(self.job.asked.stream))
         listener = self._listeners[number]
         found = [listener.hear(text), *([listener.finish()] if last else [])]
         content, thoughts = ("".join(getattr(heard, kind) for heard in found) for kind in ("content", "thoughts"))
-        return content, thoughts, [call for heard in found for call in heard.calls]
+        return content, before + thoughts, [call for heard in found for call in heard.calls]
 
 
 def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.config import nearest
+from outrider.conversations import template_of
 from outrider.engine.admission import check_prompt_ids
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, UnsupportedParameterError
 from outrider.params import SamplingParams, StructuredOutputs
@@ -19,6 +20,7 @@ from outrider.server.chat import encode, forced_calls, tool_use
 from outrider.server.errors import ApiError
 from outrider.server.schemas import MAX_LOGPROBS, SAME, ChatRequest, CommonRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
+from outrider.server.thoughts import ThoughtUse, thought_use
 from outrider.server.tools import ToolUse
 
 # --- The methods that a request may name: those that the server offers by name, since a request must not load a file.
@@ -120,6 +122,7 @@ class Job:
     namespace: str | None
     is_silent: bool = False  # whether no token is told: only the prompt and its log probabilities are wanted
     is_recorded: bool = False  # whether somebody else than the client wants to know of its rounds
+    thoughts: ThoughtUse | None = None  # how thoughts before the answers are heard; None where there are none
     tools: ToolUse | None = None  # how calls of tools, and thoughts, are heard in the texts; None where there are none
 
     @property
@@ -140,7 +143,7 @@ class Job:
             "trace": bool(self.asked.trace) or self.is_recorded,
             "prediction": self.asked.predicted,
             "priority": self.asked.priority or 0,
-            "shown_tokens": () if self.tools is None else tuple(self.tools.shown),
+            "shown_tokens": tuple(token for use in (self.tools, self.thoughts) if use is not None for token in use.shown),
         }
 
 
@@ -164,12 +167,17 @@ class JobMaker:
         begun = max(len(prompt.token_ids) for prompt in found) if self.text_start is None else len(self.text_start)
         room = self.longest - begun
         params = sampling(asked, self.defaults, room, self.settings)
-        tools = None
+        tools, thoughts = None, None
         if isinstance(asked, ChatRequest):
             tools = tool_use(asked, self.prompts, self.settings.tool_parser)
             params = self._with_calls(asked, tools, params)
+            template = template_of(self.prompts.tokenizer, tools=bool(asked.tools))
+            if tools is None or tools.form != "harmony":  # which has channels of its own
+                is_free = params.structured_outputs is None
+                thoughts = thought_use(template, found[0].token_ids, self.prompts.tokenizer, is_free=is_free)
         speculation = self.allowed.of(asked.speculation, predicted=asked.predicted is not None)
-        return Job(asked, found, params, speculation, namespace, is_silent=asked.max_tokens == 0, tools=tools)
+        is_silent = asked.max_tokens == 0
+        return Job(asked, found, params, speculation, namespace, is_silent=is_silent, thoughts=thoughts, tools=tools)
 
     def _with_calls(self, asked: ChatRequest, tools: ToolUse | None, params: SamplingParams) -> SamplingParams:
         """The parameters with which the text has the calls of tools that the request requires."""

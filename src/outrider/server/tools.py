@@ -129,7 +129,7 @@ class ToolListener:
         """The text before the next mark, and the mark if there is one. What may become a mark is left."""
         text = self._reader.text
         found = self._mark.search(text)
-        known = len(text) - (0 if self._reader.ended else _begun(text, self._marks))
+        known = len(text) - (0 if self._reader.ended else begun_mark(text, self._marks))
         end = known if found is None else found.start()
         self._go_on(end)
         return text[:end], found
@@ -228,7 +228,7 @@ class ToolListener:
             self._parts.append({"index": self.num_calls - 1, "function": {"arguments": text}})
 
 
-def _begun(text: str, marks: Collection[str]) -> int:
+def begun_mark(text: str, marks: Collection[str]) -> int:
     """Returns how many characters at the end of a text may be the beginning of a mark."""
     longest = max(map(len, marks), default=1)
     sizes = range(min(longest - 1, len(text)), 0, -1)
