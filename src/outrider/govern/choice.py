@@ -46,8 +46,8 @@ class Option:
     longest: int  # draft tokens that may be of use
     lag: int = 0  # tokens that its own model has yet to read
     reads: int = 0  # tokens of these that it reads in the step to come
-    members: tuple[UnreadTokens, ...] = ()  # of several methods in one: the same of each of them that has a model
-    #: Of several methods in one: for each number of rows, who drafts and how many tokens.
+    members: tuple[UnreadTokens, ...] = ()  # each member that has a model; empty for a method by itself
+    #: Who drafts how many tokens, for each number of rows; empty for a method by itself.
     levels: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property

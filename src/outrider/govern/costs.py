@@ -91,7 +91,7 @@ class StepWork:
     texts: int
     context: int  # tokens that the texts had before, all together
     drafts: tuple[DraftWork, ...] = ()
-    #: Of the rows, those of tokens that the structures of the texts force. They are there without drafts too.
+    #: Rows of tokens that the structures of the texts force. They are there without drafts too.
     forced: int = 0
 
     @property

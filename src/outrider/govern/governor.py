@@ -41,8 +41,8 @@ _BEGINS, _GOES_ON, _BEATS_PLAN = 1.05, 1.02, 1.03
 #: After so many steps without one, a step decodes plainly so that its time is known; sooner where drafting is expected to
 #: be faster by less than this factor. Shows in test_plain_decoding_is_measured_from_time_to_time.
 _PLAIN_EVERY, _PLAIN_SOON, _CLOSE = 200, 24, 1.12
-#: The same where the time of a plain step is not known, or not better than by this share of what drafting is to gain. Shows
-#: in "noisy times".
+#: Steps without a plain one where the time of these is not known, or not better than by this share of what drafting is to
+#: gain. Shows in "noisy times".
 _PLAIN_FIRST, _SURE = 3, 0.25
 #: Every so many drafts at most one is longer by a token, so that it is known what longer ones would bring, and the share of
 #: the time that this may take. Shows in benchmarks.governor_rivals, the best fixed length.
