@@ -94,7 +94,7 @@ def _check_prompt(tokens: tuple[int, ...], params: SamplingParams, loaded: Loade
 
 
 def _check_source(tokens: tuple[int, ...], params: SamplingParams, longest: int) -> None:
-    """Where an encoder reads the prompt it is no part of the text, so the model has no probabilities for it."""
+    """Refuses what needs probabilities of the prompt where an encoder reads it: there it is no part of the text."""
     if len(tokens) > longest:
         problem, remedy = f"the encoder reads {longest} at most", f"Shorten it to {longest} tokens or fewer."
         raise InvalidPromptError("prompt", f"{len(tokens)} tokens", problem, remedy)

@@ -77,11 +77,6 @@ class Engine:
         mask of its first token computed, here.
 
         Any thread may call this, at any time.
-
-        Raises:
-            InvalidPromptError: Empty, too long, or with tokens outside the vocabulary.
-            InvalidParameterError, ContradictionError, UnsupportedParameterError: Parameters that this engine, this model or
-                this installation cannot serve.
         """
         loaded = self.runner.loaded
         check_request(prompt_token_ids, params, speculation, loaded, self.runner.blocks, self.scheduler.config, options)
@@ -110,11 +105,8 @@ class Engine:
         self.scheduler.add(request.sequences[0])
 
     def load_method(self, speculation: SpeculationConfig) -> None:
-        """Load what these settings draft with, and measure what it costs where the engine chooses; now and not in a step.
-
-        Raises:
-            InputError, ModelError, ProposerError: A method cannot be used.
-        """
+        """Load what these settings draft with, and measure what it costs where the engine chooses; now and not in a
+        step."""
         self.drafting.load(speculation)
 
     def add_request(
@@ -156,10 +148,6 @@ class Engine:
         """Advance every scheduled sequence: by a chunk of its prompt, or by one token and what stands of its draft.
 
         Whatever breaks the step off ends the requests that it served with a StepAbortedError, and is raised again.
-
-        Raises:
-            EngineStalledError: There is work and none of it can be scheduled.
-            EngineBusyError: It was called inside a step, by a proposer or a logits processor.
         """
         if self._stepping:
             raise EngineBusyError

@@ -32,7 +32,7 @@ from outrider.verify.processing import Processing
 
 
 class Status(Enum):
-    """Where a sequence is in its life."""
+    """Says where a sequence is in its life."""
 
     WAITING = auto()  # holds no memory
     RUNNING = auto()
@@ -326,7 +326,7 @@ class SharedProposer(ProposerHost):
 
 @dataclass(eq=False)
 class Drafter:
-    """How a proposer stands with a sequence. A sequence may have several, each with its own faults."""
+    """Says how a proposer stands with a sequence. A sequence may have several, each with its own faults."""
 
     index: int  # among those that the sequence has had, from 0; part of the keys of its shadows
     method: Method

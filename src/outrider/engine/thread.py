@@ -50,7 +50,7 @@ class Dispatcher(Protocol):
 
 
 class Mailbox(Protocol):
-    """Where the updates of some requests go. Requests whose mailbox nobody holds any more are cancelled."""
+    """Says where the updates of some requests go. Requests whose mailbox nobody holds any more are cancelled."""
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -133,7 +133,7 @@ _Commands = SimpleQueue[_Command[Any] | None]
 
 @dataclass(frozen=True)
 class Health:
-    """How the engine has fared."""
+    """Says how the engine has fared."""
 
     num_broken_steps: int = 0  # steps that were broken off
     num_rebuilds: int = 0  # how often the engine began anew, with an empty memory
@@ -203,7 +203,8 @@ class EngineThread:
 
     @property
     def busy_seconds(self) -> float:
-        """How long the command or the step under way has taken so far; 0 at rest. In an engine that hangs it only grows."""
+        """Returns how long the command or the step under way has taken so far; 0 at rest. In an engine that hangs it only
+        grows."""
         since = self._pulse.since
         return 0.0 if since is None else monotonic() - since
 

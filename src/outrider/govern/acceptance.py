@@ -57,7 +57,7 @@ class Counts:
 
     @property
     def shares(self) -> Shares:
-        """As they are now."""
+        """Returns the shares as they are now."""
         scale = 1.0 / self._weight
         tried, stood = ([scale * each for each in counted] for counted in (self._tried, self._stood))
         return Shares(tuple(tried), tuple(stood), scale * self._gained)

@@ -131,7 +131,8 @@ class Curve:
         self._far, self._far_weight, self._step = 1.0, 0.0, 0
 
     def base(self, rows: float) -> float:
-        """As calibrated: on a line between two points, and beyond the last as many times as long as there are more rows."""
+        """Returns the calibrated time: on a line between two points, and beyond the last as many times as long as there are
+        more rows."""
         sizes, seconds = self.sizes, self._seconds
         place = bisect_left(sizes, rows)
         if place == 0:
@@ -142,7 +143,7 @@ class Curve:
         return seconds[place - 1] + (seconds[place] - seconds[place - 1]) * (rows - low) / (high - low)
 
     def seconds(self, rows: float) -> float:
-        """As calibrated and corrected."""
+        """Returns the calibrated time, as it was corrected."""
         return self.base(rows) * self.ratio(rows)
 
     def ratio(self, rows: float) -> float:

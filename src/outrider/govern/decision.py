@@ -25,7 +25,7 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass(frozen=True)
 class Together:
-    """How members draft together: all from the same place, or one behind the other."""
+    """Says how members draft together: all from the same place, or one behind the other."""
 
     parts: tuple[str | Together, ...]  # names of members, or further groups, in the order of their turns
     in_line: bool  # whether each goes on behind the ones before it
@@ -38,7 +38,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Composite:
-    """How a candidate is made of members."""
+    """Says how a candidate is made of members."""
 
     together: Together
     #: Rows of each member, in the order of their turns, where the candidate has so many.
@@ -67,7 +67,7 @@ class Differences:
 
     @property
     def share(self) -> float:
-        """Where between the two, 0 to 1."""
+        """Returns where between the two, 0 to 1."""
         return min(max(self._gained / self._possible, 0.0), 1.0)
 
     def observe(self, chances: Sequence[float], *, stood: bool) -> None:
@@ -102,7 +102,7 @@ def forecast(
 
 @dataclass(frozen=True)
 class _Course:
-    """How far a text comes in what members draft."""
+    """Says how far a text comes in what members draft."""
 
     #: Chances that it comes through 1, 2, ... tokens of it.
     through: list[float]
@@ -111,8 +111,8 @@ class _Course:
 
 
 class _Alone:
-    """How far a text comes in what one member drafts, with `longest` rows at most; what a lookup leaves over may double
-    them."""
+    """Says how far a text comes in what one member drafts, with `longest` rows at most; what a lookup leaves over may
+    double them."""
 
     def __init__(self, outlook: Outlook, longest: int) -> None:
         further = max(0, 2 * longest - len(outlook.stands))

@@ -260,7 +260,7 @@ def lateness(worths: Sequence[float], tokens: float, to_write: float) -> float:
 
 
 def _later(place: int, to_write: Sequence[int], speed: float) -> float:
-    """How many other texts are expected to end after this one, if they draft and this one does not."""
+    """Returns how many other texts are expected to end after this one, if they draft and this one does not."""
     tokens = to_write[place]
     reach = max(_SURE_LEAD * tokens, 1.0)
     leads = (other / speed - tokens for other in [*to_write[:place], *to_write[place + 1 :]])

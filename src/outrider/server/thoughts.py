@@ -82,13 +82,7 @@ class ThoughtListener:
 
 
 def thought_use(template: str, prompt: Sequence[int], tokenizer: Any, *, is_free: bool) -> ThoughtUse | None:
-    """Returns how thoughts are heard behind a prompt; None for a template that knows none.
-
-    Args:
-        prompt: Token ids, whose last ones tell whether the template has begun thoughts.
-        is_free: Whether the text has no structure. A structure holds from the first token on, and leaves no room for the
-            end of thoughts that the prompt has begun.
-    """
+    """Returns how thoughts are heard behind a prompt; None for a template that knows none."""
     found = next(((begin, end) for begin, end in _MARKS if end in template), None)
     if found is None:
         return None

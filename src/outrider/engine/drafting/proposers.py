@@ -92,7 +92,7 @@ class ProposerSet:
 
     @property
     def pauses(self) -> Counter[str]:
-        """How often methods were switched off, by name."""
+        """Returns how often methods were switched off, by name."""
         found: Counter[str] = Counter()
         for method, breaker in self._off:
             found[method.name] += breaker.num_pauses
@@ -107,7 +107,7 @@ class ProposerSet:
 
     @property
     def num_users(self) -> dict[str, int]:
-        """How many sequences use the proposers of each method, by its name."""
+        """Returns how many sequences use the proposers of each method, by its name."""
         found: dict[str, int] = {}
         for alive in self._alive:
             found[alive.method.name] = found.get(alive.method.name, 0) + alive.num_users
