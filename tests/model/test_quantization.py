@@ -87,7 +87,8 @@ def test_whole_passes_over_running_states_compute_the_rounded_model(
         assert llm.engine.runner.backend.name == "fused"
         fast = logits(llm)
         monkeypatch.setenv("OUTRIDER_KERNELS", "off")
-        torch.testing.assert_close(fast, logits(LLM(path, **settings)), rtol=1e-4, atol=1e-4)
+        # Running states carry the last bits of products on, and those of PyTorch differ from processor to processor.
+        torch.testing.assert_close(fast, logits(LLM(path, **settings)), rtol=1e-4, atol=3e-4)
 
 
 def test_a_rounded_gate_beside_experts_is_left_to_transformers(tmp_path: Path) -> None:

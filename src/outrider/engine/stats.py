@@ -15,21 +15,33 @@ PHASES = ("schedule", "propose", "forward", "verify", "commit")
 
 @dataclass
 class EngineStats:
-    """Totals since the engine started or `reset`."""
+    """Totals since the engine started or `reset`. The page of methods shows what they mean.
 
-    num_steps: int = 0  # steps that ran a target pass
-    num_rows: int = 0  # rows those passes computed
-    num_resumed_rows: int = 0  # rows whose first layers a proposer had run already
-    num_committed_tokens: int = 0  # output tokens
-    num_faults: int = 0  # requests that ended because something raised in a step where nobody expected it
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # wall time by phase of a step
-    step_seconds: dict[str, float] = field(default_factory=dict)  # of the latest step
-    finished: RequestStats = field(default_factory=RequestStats)  # counts of the sequences that ended
-    #: Counts by the name of the method that the requests asked for.
+    Attributes:
+        num_steps: Steps that ran a target pass.
+        num_rows: Rows those passes computed.
+        num_resumed_rows: Of these, rows whose first layers a proposer had run already.
+        num_committed_tokens: Output tokens.
+        num_faults: Requests that ended because something raised in a step where nobody expected it.
+        seconds: Wall time by phase of a step.
+        step_seconds: Wall time by phase of the latest step.
+        finished: Counts of the sequences that ended.
+        by_method: Counts by the name of the method that the requests asked for.
+        chosen: Where the engine chooses who drafts: rounds by method and number of draft tokens; ("none", 0) is plain.
+        reasons: These rounds by the word that says why (`Decision.why`).
+    """
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_resumed_rows: int = 0
+    num_committed_tokens: int = 0
+    num_faults: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    finished: RequestStats = field(default_factory=RequestStats)
     by_method: dict[str, RequestStats] = field(default_factory=dict)
-    #: Where the engine chooses who drafts: rounds by method and number of draft tokens; ("none", 0) is plain.
     chosen: Counter[tuple[str, int]] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)  # these rounds by the word that says why (`Decision.why`)
+    reasons: Counter[str] = field(default_factory=Counter)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
