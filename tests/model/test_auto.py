@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import exp
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -256,6 +257,25 @@ def test_it_is_told_how_probable_every_token_was(
     want = [each.target for found in rounds for each in found.rows[0].likely if each.token_id == found.token_id]
     assert told == pytest.approx(want[1:])
     assert len(told) == 29, "all but the first token"
+
+
+@pytest.mark.parametrize("params", [{"seed": 4, "top_k": 3}, {"temperature": 0.0}], ids=str)
+def test_it_is_told_how_sure_the_target_was_of_every_token(
+    params: dict[str, float], pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[float] = []
+    monkeypatch.setattr(Governor, "observe_target", lambda self, request, chances: told.extend(chances))
+    with chosen_for(pair) as llm:
+        sampling = SamplingParams(max_tokens=90, ignore_eos=True, logprobs=1, **params)
+        (output,) = llm.generate([COPY], sampling, trace=True)
+    likeliest = [exp(max(each.logprob for each in at.values())) for at in output.first.logprobs or ()]
+    rounds, want = output.first.rounds or (), list[float]()
+    for found in rounds[1:]:
+        if found.round < 16 or found.round % 4 == 3:
+            first = found.position - len(COPY)
+            want += likeliest[first : first + len(found.accepted) + 1]
+    assert told == pytest.approx(want)
+    assert any(found.accepted for found in rounds), "rows of drafts are looked at, too"
 
 
 def test_what_was_learnt_is_kept_for_a_few_sets_of_methods(pair: tuple[str, str]) -> None:

@@ -83,6 +83,7 @@ class World:
         together: Whether texts begin together, the next ones when all of them have ended, and end with all that they may
             write. Without drafts all of them are there to their common end.
         prompt: Tokens of each text's prompt, which a method's own model reads before its first draft.
+        confidence: Probability of the target's most likely token at a position of a text; None where nobody looks.
     """
 
     methods: Mapping[str, Method]
@@ -99,6 +100,7 @@ class World:
     planning: float = 0.0
     together: bool = False
     prompt: int = 0
+    confidence: Script | None = None
 
     def luck(self, *key: object) -> float:
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
@@ -321,6 +323,9 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
             assert decision.method is not None
             rejected = stood < offered
             policy.observe_draft(text.index, decision.method, decision.num_draft_tokens, offered, stood, rejected=rejected)
+        if isinstance(policy, CountingGovernor) and world.confidence is not None:
+            seen = range(text.position - written, text.position)
+            policy.observe_target(text.index, [world.confidence(text.index, position) for position in seen])
     if world.together:
         log.plain[-1] = unit * (to_go - world.until_all_end(texts, step))
     if isinstance(policy, CountingGovernor):

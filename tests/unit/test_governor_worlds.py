@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
 
 import pytest
 
-from outrider.govern import costs, exploration
+from outrider.govern import acceptance, costs, exploration
 from outrider.govern.costs import Curve
 from outrider.govern.exploration import BatchKnowledgeTable
 from outrider.govern.governor import Governor
@@ -149,14 +150,17 @@ def test_it_gains_where_other_work_disturbs_most_steps(seed: int) -> None:
     assert sum(log.plain) >= 1.1 * sum(log.true)
 
 
+#: Passes of a 4-bit target as they were measured.
+FOUR_BITS = {1: 1.0, 2: 1.0, 4: 1.02, 8: 1.3, 12: 1.8, 16: 2.2, 32: 4.0, 64: 7.5, 256: 30.0}
+
+
 def gains_where_a_draft_reads_the_prompt_first() -> float:
     """As a 4-bit pair was measured: a draft token costs a third of a pass, reading the prompt a whole one, and texts
     have 64 tokens."""
-    passes = {1: 1.0, 2: 1.0, 4: 1.02, 8: 1.3, 12: 1.8, 16: 2.2, 32: 4.0, 64: 7.5, 256: 30.0}
     gains = []
     for seed in range(8):
         methods = {"draft": Method(0.36, always(0.72))}
-        world = World(methods, passes, seed=seed, seconds_a_pass=0.024, ends=lambda text: 64, prompt=44)
+        world = World(methods, FOUR_BITS, seed=seed, seconds_a_pass=0.024, ends=lambda text: 64, prompt=44)
         log = run(world, governor_of(world), texts=6)
         gains.append(sum(log.plain) / sum(log.true))
     return sum(gains) / len(gains)
@@ -168,6 +172,46 @@ def test_it_gains_where_a_draft_reads_the_prompt_first(monkeypatch: pytest.Monke
     monkeypatch.setattr(exploration, "MOST_SAVED", 0.08)
     monkeypatch.setattr(exploration, "_OF_PLAIN", 0.8)
     assert gains_where_a_draft_reads_the_prompt_first() < 1.16
+
+
+def gains_of_sure_texts(confidence: Script | None, every: int = 5) -> float:
+    """Every fifth text is one in which drafts stand, and in the others they do not pay. All are short, so that a text is
+    over before much can be tried on it."""
+    taken = plain = 0.0
+    for seed in range(8):
+        methods = {"draft": Method(0.36, lambda text, position: 0.85 if text % 5 == 4 else 0.35)}
+        world = World(methods, FOUR_BITS, seed=seed, seconds_a_pass=0.033, ends=lambda text: 64, prompt=44)
+        world.confidence = confidence
+        log = run(world, governor_of(world), texts=20)
+        steps = range(len(log.on))
+        texts = list(accumulate((here < before for before, here in pairwise(log.positions)), initial=0))
+        sure = [step for step in steps if texts[step] % every == every - 1]
+        taken += sum(log.true[step] for step in sure)
+        plain += sum(log.plain[step] for step in sure)
+    return plain / taken
+
+
+def test_it_gains_at_once_in_texts_of_which_the_target_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what the target's confidence says of a text is not believed, or believed the wrong way round."""
+
+    def tells(text: int, position: int) -> float:
+        return 0.92 if text % 5 == 4 else 0.62
+
+    unseen, seen = gains_of_sure_texts(None), gains_of_sure_texts(tells)
+    assert seen >= unseen + 0.15, (unseen, seen)
+    for slope in (0.0, -0.8):
+        monkeypatch.setattr(acceptance, "_SLOPE", slope)
+        assert gains_of_sure_texts(tells) < unseen + 0.05
+
+
+def test_confidence_that_tells_nothing_does_no_harm() -> None:
+    """Targets may be as sure of texts in which drafts do not stand."""
+
+    def misleads(text: int, position: int) -> float:
+        return 0.92 if text % 5 == 3 else 0.62
+
+    assert gains_of_sure_texts(misleads) >= 0.9 * gains_of_sure_texts(None)
+    assert gains_of_sure_texts(misleads, every=1) >= 0.99
 
 
 def _trials_seem_dear(patch: pytest.MonkeyPatch) -> None:

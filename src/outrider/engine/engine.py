@@ -186,7 +186,7 @@ class Engine:
             with self.stats.timed("commit"):
                 committed = self._committing.commit(plan, drafts, out, judged)
                 self.drafting.observe(committed, out)
-            self.drafting.learn(plan, drafts, committed)
+            self.drafting.learn(plan, drafts, committed, out)
         except BaseException as error:
             self._failures.abandon([item.seq for item in plan.items], error)
             raise

@@ -87,7 +87,7 @@ class Verification:
         for place, (item, step) in enumerate(zip(plan.items, drafts, strict=True)):
             if not item.completes or item.seq.request.error is not None:
                 continue
-            first = out.logits_spans[place][0] + item.num_rows - 1 - out.logits_first_rows[place]
+            first = out.logits_row(place, item.num_rows - 1)
             with self._failures.contained(item.seq, "its draft"):
                 candidates[place] = _candidate(item, step, (first, first + 1 + len(step.draft)))
         return candidates

@@ -268,6 +268,10 @@ class Governor:
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
+    def observe_target(self, request: int, chances: Sequence[float]) -> None:
+        """The target's most likely tokens at further places of a text had these probabilities."""
+        self.acceptance.observe_target(request, chances)
+
     def observe_draft(
         self, request: int, method: str, asked: int, offered: int, accepted: int, *, rejected: bool, shadow: bool = False
     ) -> None:

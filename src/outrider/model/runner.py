@@ -36,6 +36,10 @@ class ForwardOutput:
     hidden: Tensor | None = None
     num_resumed_rows: int = 0  # rows whose first layers a proposer had run already
 
+    def logits_row(self, place: int, row: int) -> int:
+        """The place in `logits` of a row of a segment, which must be among those whose logits were wanted."""
+        return self.logits_spans[place][0] + row - self.logits_first_rows[place]
+
 
 class ModelRunner:
     """A loaded model, an attention backend and the memory they share.

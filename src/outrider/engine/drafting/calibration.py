@@ -140,6 +140,6 @@ def _parsed(content: Any) -> Experience:
 
 def _shares(content: Mapping[str, Any]) -> Shares:
     tried, stood = (tuple(map(keeping.number, content[name])) for name in ("tried", "stood"))
-    found = Shares(tried, stood, keeping.number(content["gained"]))
+    found = Shares(tried, stood, keeping.number(content["gained"]), keeping.number(content["confidence"]))
     found.check()
     return found

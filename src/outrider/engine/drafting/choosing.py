@@ -19,6 +19,7 @@ from outrider.govern.costs import CostTable, DraftWork, StepTimes, StepWork
 from outrider.govern.decision import Decision, MemberDraft, Running
 from outrider.govern.governor import HOLDS
 from outrider.govern.shadows import Shadow
+from outrider.model.runner import ForwardOutput
 from outrider.propose.settings import Method, SpeculationConfig, same_method
 from outrider.verify.noise import NoiseSource
 from outrider.verify.verifier import Verdict
@@ -27,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 #: A method that has failed so often for a sequence is not chosen for it any more.
 _MOST_FAULTS = 3
+
+#: Rounds of a text in each of which it is looked at how sure the target is; later it is done in every so many. Shows in
+#: benchmarks.governor_rivals, the overhead.
+_LOOKS, _LOOKS_EVERY = 16, 4
 
 #: Why nothing is drafted for a text that has not begun.
 _FIRST = "plain, until the first token is written"
@@ -281,6 +286,21 @@ class MethodChoice:
                 if all(owner is choice_set for owner in owners):  # another one's drafts would be taken for its own
                     with self._contained(choice_set):
                         choice_set.governor.observe_step(work, believed)
+
+    def observe_target(self, committed: Seq[Committed], out: ForwardOutput) -> None:
+        """Take note of how sure the target is of the texts, by its logits before any parameter. Later in a text it is done
+        in some steps only, since each look takes time."""
+        for rows in committed:
+            choice_set, done = self._of.get(rows.item.seq.seq_id), rows.sequence.round
+            if rows.verdict is None or choice_set is None or (done > _LOOKS and done % _LOOKS_EVERY):
+                continue
+            begun = thread_time()
+            with self._contained(choice_set):
+                root = out.logits_row(rows.place, rows.num_due - 1)
+                seen = out.logits[[root, *(root + 1 + node for node in rows.accepted)]]
+                chances = (seen.amax(-1) - seen.logsumexp(-1)).exp().tolist()
+                choice_set.governor.observe_target(rows.item.seq.seq_id, chances)
+                choice_set.governor.observe_own_seconds(self._believed(thread_time() - begun, texts=0))
 
     def _observe_draft(
         self, choice_set: ChoiceSet, item: ScheduledSequence, step: StepDraft, verdict: Verdict, entered: int

@@ -157,7 +157,7 @@ class Drafting:
                         self._check.observe(drafter.method, *outcome)
         show(committed, out)
 
-    def learn(self, plan: Schedule, drafts: list[StepDraft], committed: list[Committed]) -> None:
+    def learn(self, plan: Schedule, drafts: list[StepDraft], committed: list[Committed], out: ForwardOutput) -> None:
         """Learn from a step that has ended: how fast texts grow, and which methods pay."""
         try:
             self._observe_pace(plan, drafts, committed)
@@ -169,6 +169,7 @@ class Drafting:
         seconds = self._stats.step_seconds
         host = seconds["schedule"] + seconds["verify"] + seconds["commit"]
         self._choice.observe(plan.items, drafts, committed, StepTimes(seconds["propose"], seconds["forward"], host))
+        self._choice.observe_target(committed, out)
 
     def _observe_pace(self, plan: Schedule, drafts: list[StepDraft], committed: list[Committed]) -> None:
         """Let trees that adapt know how fast texts grow; a step with a prompt in it tells nothing of that."""
