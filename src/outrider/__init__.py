@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outrider.propose.lookahead import Lookahead
     from outrider.propose.ngram import Ngram, Prediction
     from outrider.propose.own_layers import EarlyExit, ExitHead, LayerSkip
-    from outrider.propose.parallel import DFlash, PEagle
+    from outrider.propose.parallel import DFlash, DSpark, PEagle
     from outrider.propose.recycling import TokenRecycling
     from outrider.propose.row_heads import Blockwise, Medusa
     from outrider.propose.settings import SpeculationConfig
@@ -47,6 +47,7 @@ _HOMES = {
     "Blockwise": "outrider.propose.row_heads",
     "CrossVocabulary": "outrider.propose.cross_vocabulary",
     "DFlash": "outrider.propose.parallel",
+    "DSpark": "outrider.propose.parallel",
     "DraftModel": "outrider.propose.draft_model",
     "Eagle1": "outrider.propose.eagle",
     "Eagle3": "outrider.propose.eagle",
@@ -91,6 +92,7 @@ __all__ = [
     "CompletionOutput",
     "CrossVocabulary",
     "DFlash",
+    "DSpark",
     "DraftModel",
     "Eagle1",
     "Eagle3",

@@ -1,4 +1,4 @@
-"""DFlash in plain PyTorch, read from the published files by their own names, with no code of the package."""
+"""DFlash and DSpark in plain PyTorch, read from the published files by their own names, with no code of the package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BlockReference:
 
     def __init__(self, folder: str, model: Any) -> None:
         mapping = json.loads((Path(folder) / "config.json").read_text())
-        nested = mapping.get("dflash_config", {})
+        nested = mapping.get("dflash_config", mapping)
         self.sizes = mapping.get("transformer_layer_config", mapping)
         self.weights = {name: w.double() for name, w in load_file(Path(folder) / "model.safetensors").items()}
         self.model = model
@@ -34,15 +34,18 @@ class BlockReference:
         self.causal = [window is not None and not mapping.get("sliding_window_non_causal") for window in self.windows]
         if "is_causal" in mapping:
             self.causal = [mapping["is_causal"]] * len(kinds)
-        self._known: dict[tuple[int, ...], Tensor] = {}
+        sequential = "markov_rank" in mapping
+        self.from_anchor = mapping.get("sample_from_anchor", sequential)
+        self.markov = mapping.get("markov_head_type", "vanilla") if mapping.get("markov_rank") else None
+        self._known: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def logits(self, text: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
         """Logits [vocab_size] of the token behind a text that the target has computed but for its last token, and a path
-        that was drafted behind it, of which only the length counts."""
-        if text not in self._known:
-            self._known[text] = self._block(text)
-        own = self._known[text][1 + len(path)]
+        that was drafted behind it, of which only the length counts unless the head is sequential."""
+        own = self._rows(text)[1][len(path)]
+        if self.markov is not None:
+            own = own + self._bias(text, path)[0]
         if "d2t" not in self.weights:
             return own
         wide = torch.full((self.sizes["vocab_size"],), float("-inf"), dtype=torch.float64)
@@ -50,8 +53,44 @@ class BlockReference:
             wide[i + int(self.weights["d2t"][i])] = value
         return wide
 
-    def _block(self, text: tuple[int, ...]) -> Tensor:
-        """Logits of all rows of the block behind a text."""
+    @torch.no_grad()
+    def chance(self, text: tuple[int, ...], path: tuple[int, ...]) -> float:
+        """The chance that the token behind a text and a path stands, as the head guesses it."""
+        read = self._rows(text)[0][len(path)]
+        if self.weights["confidence_head.proj.weight"].shape[1] > len(read):
+            read = torch.cat([read, self._bias(text, path)[1]])
+        weight, bias = (self.weights[f"confidence_head.proj.{name}"] for name in ("weight", "bias"))
+        return float(torch.sigmoid(weight[0] @ read + bias[0]))
+
+    def _bias(self, text: tuple[int, ...], path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The bias of the place behind a text and a path, and the embedding of the token before it."""
+        first, second = (self.weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+        tokens, states = (text[-1], *path), self._rows(text)[0]
+        embedding = first[tokens[-1]]
+        if self.markov == "vanilla":
+            return second @ embedding, embedding
+        if self.markov == "gated":
+            weight, bias = (self.weights[f"markov_head.gate_proj.{name}"] for name in ("weight", "bias"))
+            gate = torch.sigmoid(weight @ torch.cat([states[len(path)], embedding]) + bias)
+            return second @ (gate * embedding), embedding
+        weight, bias = (self.weights[f"markov_head.joint_proj.{name}"] for name in ("weight", "bias"))
+        state, rank = torch.zeros_like(embedding), len(embedding)
+        for place, token in enumerate(tokens):
+            found = weight @ torch.cat([state, first[token], states[place]]) + bias
+            gate = torch.sigmoid(found[:rank])
+            state = gate * state + (1 - gate) * torch.tanh(found[rank : 2 * rank])
+        return second @ torch.tanh(found[2 * rank :]), embedding
+
+    def _rows(self, text: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The states and the logits of the places of the block behind a text."""
+        if text not in self._known:
+            states, logits = self._block(text)
+            ahead = 0 if self.from_anchor else 1
+            self._known[text] = states[ahead:], logits[ahead:]
+        return self._known[text]
+
+    def _block(self, text: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The states and the logits of all rows of the block behind a text."""
         states = self.model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
         joined = torch.cat([states[i][0].double() for i in self.states], -1)
         context = self._norm(joined @ self.weights["fc.weight"].T, "hidden_norm.weight")
@@ -61,9 +100,9 @@ class BlockReference:
             rows = self._layer(number, rows, context)
         left = self._norm(rows, "norm.weight")
         if "lm_head.weight" in self.weights:
-            return left @ self.weights["lm_head.weight"].T
+            return left, left @ self.weights["lm_head.weight"].T
         head: Tensor = self.model.get_output_embeddings()(left)
-        return head
+        return left, head
 
     def _layer(self, number: int, rows: Tensor, context: Tensor) -> Tensor:
         prefix = f"layers.{number}."

@@ -76,7 +76,7 @@ def write_head(
 
 
 def write_block_head(folder: str, path: Path, *, stored: str = "F32", architecture: str = "dflash", **more: Any) -> str:
-    """Write a head of DFlash as a GGUF file; returns its path.
+    """Write a head of DFlash or DSpark as a GGUF file; returns its path.
 
     Args:
         folder: Of the head, in a layout that names inputs of layers or outputs of them.
@@ -86,7 +86,7 @@ def write_block_head(folder: str, path: Path, *, stored: str = "F32", architectu
         more: Other values of the architecture; None leaves one out.
     """
     mapping = json.loads((Path(folder) / "config.json").read_text())
-    nested, sizes = mapping.get("dflash_config", {}), mapping.get("transformer_layer_config", mapping)
+    nested, sizes = mapping.get("dflash_config", mapping), mapping.get("transformer_layer_config", mapping)
     outputs = nested.get("target_layer_ids")
     values: dict[str, Any] = {
         "context_length": 128, "embedding_length": sizes["hidden_size"], "block_count": sizes["num_hidden_layers"],
@@ -104,17 +104,20 @@ def write_block_head(folder: str, path: Path, *, stored: str = "F32", architectu
         if value is not None:
             key = "tokenizer.ggml.mask_token_id" if name == "mask_token_id" else f"dflash.{name}"
             adds[type(value)](key, value)
-    theirs = {"fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output"}
+    theirs = {
+        "fc": "fc", "hidden_norm": "enc.output_norm", "norm": "output_norm", "lm_head": "output",
+        "markov_head.markov_w1": "markov_w1", "markov_head.markov_w2": "markov_w2", "confidence_head.proj": "conf_proj",
+    }  # fmt: skip
     own = {name: place for place, name in _BLOCK_LAYER.items()}
     for name, weight in load_file(Path(folder) / "model.safetensors").items():
-        place = name.removesuffix(".weight")
+        place, kind = name.rsplit(".", 1) if "." in name else (name, "")
         if name == "d2t":
             tokens = (weight + torch.arange(len(weight))).numpy()
             writer.add_tensor(name, tokens, raw_dtype=gguf.GGMLQuantizationType.I64)
         elif name != "t2d":
             _, number, part = [*place.split(".", 2), "", ""][:3]
             new = theirs.get(place) or f"blk.{number}.{own[part]}"
-            _add(writer, f"{new}.weight", weight, stored if weight.dim() > 1 else "F32")
+            _add(writer, f"{new}.{kind}", weight, stored if weight.dim() > 1 else "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -247,7 +247,7 @@ def _set(**fields: Any) -> Callable[[dict[str, Any]], Any]:
             "sliding_window=None: a layer has a window",
         ),
         ("speculators", _set(mask_token_id=None), "mask_token_id=None"),
-        ("speculators", _set(sample_from_anchor=True), "it drafts at the last token of the text too"),
+        ("speculators", _set(shift_label=True), "its places were moved in training"),
         ("speculators", _set(projector_type="domino"), "projector_type='domino': it corrects"),
         ("speculators", _set(aux_hidden_state_layer_ids=None), "aux_hidden_state_layer_ids=None: no list of layers"),
         ("speculators", _set(transformer_layer_config={"model_type": "llama"}), "it describes no layers of Qwen3"),

@@ -63,6 +63,7 @@ WAYS: list[dict[str, Any]] = [
     {"method": "staged", "drafter": {"method": "suffix", "branches": True}},
     {"method": "staged", "drafter": {"method": "early_exit", "tree": (2, 1)}, "num_draft_tokens": 4},
     {"method": "auto", "methods": [{"method": "draft_model"}, {"method": "ngram", "min_match": 1}]},
+    {"method": "dspark", "num_draft_tokens": 4},
     {"method": "peagle", "num_draft_tokens": 4},
     {"method": "peagle", "tree": (2, 1)},
 ]
@@ -91,6 +92,7 @@ def test_a_batch_of_all_methods_writes_what_plain_decoding_writes_alone(llm: LLM
         models[method] = {"model": save_random_eagle(tmp_path / method, default_model("target"), layout, scale=0.1)}
     models["mtp"] = {"model": save_random_mtp(tmp_path / "mtp", default_model("target"), "deepseek_v3", 2, scale=0.1)}
     models["dflash"] = {"model": save_random_dflash(tmp_path / "dflash", default_model("target"), scale=0.1)}
+    models["dspark"] = {"model": save_random_dflash(tmp_path / "dspark", default_model("target"), "deepspec", scale=0.1)}
     models["peagle"] = {"model": save_random_peagle(tmp_path / "peagle", default_model("target"), scale=0.1)}
     requests = [
         (PROMPTS[(place + shift) % 2], PARAMS[(place // 2 + shift) % len(PARAMS)], {**way, **models.get(way["method"], {})})

@@ -68,6 +68,8 @@ DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "EAGLE-3, best-first tree": ({"method": "eagle3", "tree": "best_first"}, {"top_p": 0.95}),
     "layers of the checkpoint, tree": ({"method": "mtp", "tree": (3, 2, 1)}, {"top_p": 0.95, **_FEW}),
     "DFlash, best-first tree": ({"method": "dflash", "tree": "best_first"}, {"temperature": 0.8, **_FEW}),
+    "DSpark": ({"method": "dspark", "num_draft_tokens": 4}, {"temperature": 0.8, **_FEW}),
+    "DSpark, tree": ({"method": "dspark", "tree": (3, 2, 1)}, {"top_p": 0.95, **_FEW}),
     "P-EAGLE, tree": ({"method": "peagle", "tree": (3, 2, 1)}, {"temperature": 0.8, **_FEW}),
     "staged, a lookup": ({"method": "staged", "drafter": "ngram", "num_draft_tokens": 5}, {}),
     "staged, a drawn tree": (
@@ -110,6 +112,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         made[method] = save_random_eagle(folder / method, default_model("target"), layout, scale=0.1)
     made["mtp"] = save_random_mtp(folder / "mtp", default_model("target"), "deepseek_v3", 2, scale=0.1)
     made["dflash"] = save_random_dflash(folder / "dflash", default_model("target"), scale=0.1)
+    made["dspark"] = save_random_dflash(folder / "dspark", default_model("target"), "deepspec", scale=0.1)
     made["peagle"] = save_random_peagle(folder / "peagle", default_model("target"), scale=0.1)
     return {"cross_vocabulary": save_permuted_and_cut(folder / "cut", num_merges=1200), **made}
 

@@ -63,7 +63,7 @@ def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 0, "otherwise the proof would say nothing about drafts"
     assert stats.num_proposer_faults == 0
     named = str((BY_NAME[name].speculation, BY_NAME[name].turns))
-    methods = ("eagle1", "eagle3", "mtp", "dflash", "peagle")
+    methods = ("eagle1", "eagle3", "mtp", "dflash", "dspark", "peagle")
     inside = {stage.split(".")[-1] for stage, count in stats.drafted_by_stage.items() if count}
     assert {method for method in methods if f"'{method}'" in named} <= {*stats.drafted_by_method} | inside
     assert ("staged" in named) == any(stats.drafted_by_stage.values()), "heads of the draft model have guessed"
@@ -84,6 +84,7 @@ def test_every_setting_has_a_name_of_its_own() -> None:
         "EAGLE-3, token",
         "EAGLE-3, tree, traversal",
         "DFlash, block",
+        "DSpark, block",
         "P-EAGLE, block",
         "staged, the first layer of the draft model",
         "staged, EAGLE-3 of the draft model",
@@ -95,6 +96,7 @@ def test_control_drafts_that_are_dropped_for_what_they_are_are_faults(
     kinds = {
         "EAGLE-3": HeadProposer,
         "DFlash": BlockProposer,
+        "DSpark": BlockProposer,
         "P-EAGLE": BlockProposer,
         "staged": StagedProposer,
     }

@@ -39,9 +39,9 @@ Method = Annotated[
     str | None,
     typer.Option(
         help="Who drafts: draft_model, cross_vocabulary, early_exit, layer_skip, medusa, blockwise, exit, eagle1, eagle3, "
-        "mtp, dflash, peagle, ngram, suffix, token_recycling, lookahead, prediction (the text that a request predicts), "
-        "merge (several in one tree), then (one behind the other), staged (a drafter for the draft model), auto (the "
-        "engine chooses), none, a plug-in, module:Class of your own, "
+        "mtp, dflash, dspark, peagle, ngram, suffix, token_recycling, lookahead, prediction (the text that a request "
+        "predicts), merge (several in one tree), then (one behind the other), staged (a drafter for the draft model), auto "
+        "(the engine chooses), none, a plug-in, module:Class of your own, "
         'or settings like {"method": "suffix", "branches": true}.'
     ),
 ]

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads.block_networks import BlockHeadNetwork, BlockReach, ParallelNetwork
+from outrider.heads.block_networks import BlockHeadNetwork, BlockReach, ConfidenceHead, MarkovHead, ParallelNetwork
 from outrider.heads.features import LayerInput
 from outrider.heads.lone import SeenContext
 from outrider.heads.runner import HeadRunner
 from outrider.model.context import additive
+from outrider.model.runner import upcast_logits
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,14 @@ class Block:
     context: Callable[[int], tuple[Tensor, Tensor]]  # by layer, what is kept of these: [position, num_kv_heads, head_dim]
     places: range  # which tokens are wanted; 0 is the one behind `token`
     feature: Tensor | None = None  # [width] of the token before, where the head reads such
+
+
+@dataclass(frozen=True)
+class DraftedBlock:
+    """What a head says of the tokens behind a text."""
+
+    states: Tensor  # [num_places, hidden_size] that the output layer reads, of all places from 0 on
+    logits: Tensor  # [len(places), draft_vocab_size] of the wanted places, float32 at least, given the text alone
 
 
 class BlockRunner(HeadRunner[BlockHeadNetwork | ParallelNetwork]):
@@ -43,8 +52,8 @@ class BlockRunner(HeadRunner[BlockHeadNetwork | ParallelNetwork]):
         return [layer.keys_and_values(LayerInput(rows, rows), where) for layer in self._stacks[0]]
 
     @torch.inference_mode()
-    def draft(self, blocks: Sequence[Block]) -> list[Tensor]:
-        """Logits [len(places), draft_vocab_size] of the wanted tokens of each block, float32 at least."""
+    def draft(self, blocks: Sequence[Block]) -> list[DraftedBlock]:
+        """What the head says of the wanted tokens of each block."""
         size, mask = self.network.block_size, self.network.config.mask_token_id
         counts = [block.places.stop if size is None else size for block in blocks]
         sized = list(zip(blocks, counts, strict=True))
@@ -53,8 +62,49 @@ class BlockRunner(HeadRunner[BlockHeadNetwork | ParallelNetwork]):
         where = self._where([block.position + i for block, count in sized for i in range(count)])
         left = self._through(0, given, where, partial(self._look, sized))
         firsts = accumulate(counts[:-1], initial=self.network.ahead)
-        wanted = [first + place for first, block in zip(firsts, blocks, strict=True) for place in block.places]
-        return list(torch.split(self.logits(left[wanted]), [len(block.places) for block in blocks]))
+        rows = [[first + place for place in range(block.places.stop)] for first, block in zip(firsts, blocks, strict=True)]
+        wanted = [row for own, block in zip(rows, blocks, strict=True) for row in own[block.places.start :]]
+        logits = torch.split(self.logits(left[wanted]), [len(block.places) for block in blocks])
+        states = self.network.output_states(left) if self.is_sequential else left
+        return [DraftedBlock(states[own], each) for own, each in zip(rows, logits, strict=True)]
+
+    @property
+    def num_places(self) -> int | None:
+        """Tokens that a block drafts at most; None for as many as are wanted."""
+        return self.network.config.num_places if isinstance(self.network, BlockHeadNetwork) else None
+
+    @property
+    def is_sequential(self) -> bool:
+        """Tells if a place depends on the tokens before it, so that blocks are drafted from left to right."""
+        return self._markov is not None
+
+    @property
+    def judges(self) -> bool:
+        """Tells if the head guesses the chances of places."""
+        return self._confidence is not None
+
+    def begin_path(self, block: DraftedBlock) -> Tensor:
+        """The state of the sequential head before the first place of a block."""
+        assert self._markov is not None
+        return self._markov.begin(block.states)
+
+    @torch.inference_mode()
+    def go_on(self, tokens: Sequence[int], rows: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the sequential head says of places behind tokens.
+
+        Args:
+            tokens: [n] the target's tokens before the places.
+            rows: [n, hidden_size] of `DraftedBlock.states` at the places.
+            states: [n, width] that it came to before them.
+
+        Returns:
+            The bias of the places' logits [n, draft_vocab_size], the states behind them, and the chances [n] with which
+            their tokens stand: 1 where nothing guesses them.
+        """
+        assert self._markov is not None
+        step = self._markov(torch.tensor(tokens, device=rows.device), rows, states)
+        chances = rows.new_ones(len(rows)) if self._confidence is None else self._confidence(rows, step.embeddings)
+        return upcast_logits(step.bias), step.states, chances
 
     def _features(self, sized: Sequence[tuple[Block, int]]) -> Tensor:
         """Features [n, width] that the rows of blocks read beside their tokens, where they do."""
@@ -65,6 +115,14 @@ class BlockRunner(HeadRunner[BlockHeadNetwork | ParallelNetwork]):
             assert block.feature is not None, "the head reads features"
             parts += [block.feature[None], mask.expand(count - 1, -1)]
         return torch.cat(parts).to(self.dtype)
+
+    @cached_property
+    def _markov(self) -> MarkovHead | None:
+        return self.network.markov_head if isinstance(self.network, BlockHeadNetwork) else None
+
+    @cached_property
+    def _confidence(self) -> ConfidenceHead | None:
+        return self.network.confidence_head if isinstance(self.network, BlockHeadNetwork) else None
 
     @cached_property
     def _reaches(self) -> Sequence[BlockReach]:

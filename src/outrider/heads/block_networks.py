@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from enum import StrEnum
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,87 @@ class BlockLayer(HeadLayer):
         return LayerInput(self.input_layernorm(left), left)
 
 
+# --- DSpark: a place depends on the tokens that were drafted before it, and its chance to stand is guessed.
+
+
+class MarkovKind(StrEnum):
+    """Says what the bias of a place depends on."""
+
+    VANILLA = "vanilla"  # the token before it
+    GATED = "gated"  # the token before it, let through by a gate that also reads the place's own state
+    RNN = "rnn"  # all tokens of the block before it
+
+
+@dataclass(frozen=True)
+class MarkovShape:
+    """The shape of a `MarkovHead`."""
+
+    kind: MarkovKind
+    rank: int  # width between its two matrices
+
+
+class JudgeInput(StrEnum):
+    """Says what a `ConfidenceHead` reads of a place."""
+
+    STATE = "state"
+    STATE_AND_TOKEN = "state and token"  # the place's own state, and the token before it
+
+
+class MarkovStep(NamedTuple):
+    """What a `MarkovHead` says of places, given the tokens before them."""
+
+    bias: Tensor  # [n, draft_vocab_size] to be added to the logits of the places
+    embeddings: Tensor  # [n, rank] of the tokens before them
+    states: Tensor  # [n, rank] from which the next places go on; [n, 0] where nothing is remembered
+
+
+class MarkovHead(nn.Module):
+    """The sequential head of DSpark (Cheng et al. 2026, arXiv 2607.05147): a bias of low rank on the logits of a place, by
+    the token before it."""
+
+    def __init__(self, config: BlockHeadConfig, shape: MarkovShape) -> None:
+        super().__init__()
+        rank, hidden = shape.rank, config.hidden_size
+        self.shape = shape
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if shape.kind is MarkovKind.GATED:
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif shape.kind is MarkovKind.RNN:
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    def begin(self, like: Tensor) -> Tensor:
+        """The state [width] before the first place of a block."""
+        return like.new_zeros(self.shape.rank if self.shape.kind is MarkovKind.RNN else 0)
+
+    def forward(self, tokens: Tensor, rows: Tensor, states: Tensor) -> MarkovStep:
+        """The step of places that follow tokens [n], whose own states are rows [n, hidden_size]."""
+        embeddings = self.markov_w1(tokens).to(rows.dtype)
+        inner = embeddings
+        if self.shape.kind is MarkovKind.GATED:
+            inner = torch.sigmoid(self.gate_proj(torch.cat([rows, embeddings], -1))) * embeddings
+        elif self.shape.kind is MarkovKind.RNN:
+            gate, candidate, inner = self.joint_proj(torch.cat([states, embeddings, rows], -1)).chunk(3, -1)
+            kept = torch.sigmoid(gate)
+            states, inner = kept * states + (1.0 - kept) * torch.tanh(candidate), torch.tanh(inner)
+        return MarkovStep(self.markov_w2(inner), embeddings, states)
+
+
+class ConfidenceHead(nn.Module):
+    """The confidence head of DSpark: guesses how likely the token of a place stands, before it is drawn."""
+
+    def __init__(self, config: BlockHeadConfig, reads: JudgeInput) -> None:
+        super().__init__()
+        self._with_token = reads is JudgeInput.STATE_AND_TOKEN
+        rank = config.markov.rank if config.markov is not None and self._with_token else 0
+        self.proj = nn.Linear(config.hidden_size + rank, 1)
+
+    def forward(self, rows: Tensor, embeddings: Tensor) -> Tensor:
+        """Chances [n] of places whose own states are rows [n, hidden_size], behind tokens with embeddings [n, rank]."""
+        read = torch.cat([rows, embeddings], -1) if self._with_token else rows
+        return torch.sigmoid(self.proj(read)[:, 0].float())
+
+
 # --- DFlash: features of several layers are fused, and every layer takes keys and values of the text from them.
 
 
@@ -47,8 +129,17 @@ class BlockLayer(HeadLayer):
 class BlockHeadConfig(MaskHeadConfig):
     """A head that drafts whole blocks, as it describes itself."""
 
-    block_size: int  # rows of a block: the last token of the text, then a mask token for each token that is drafted
+    block_size: int  # rows of a block: the last token of the text, then mask tokens
     reaches: tuple[BlockReach, ...]  # how far rows see, by layer
+    from_anchor: bool = False  # whether the row of the last token of the text drafts, too
+    markov: MarkovShape | None = None  # how a place depends on the tokens before it; None where it does not
+    #: What a place's chance to stand is guessed from; None where it is not guessed.
+    judge: JudgeInput | None = None
+
+    @property
+    def num_places(self) -> int:
+        """Tokens of a whole block that are drafted."""
+        return self.block_size if self.from_anchor else self.block_size - 1
 
     @property
     def kept(self) -> AddedShape:
@@ -56,10 +147,12 @@ class BlockHeadConfig(MaskHeadConfig):
 
 
 class BlockHeadNetwork(PublishedNetwork):
-    """The head of DFlash (2026): a block is computed whole, as it was in training, however few of its tokens are wanted."""
+    """The head of DFlash (2026): a block is computed whole, as it was in training, however few of its tokens are wanted.
+
+    That of DSpark has two small heads more: `markov_head` and `confidence_head`.
+    """
 
     reads_tokens: ClassVar[bool] = False
-    ahead: ClassVar[int] = 1  # the row of the token before place 0 drafts nothing
     config: BlockHeadConfig
 
     def __init__(self, config: BlockHeadConfig, *, own_embedding: bool, own_output: bool) -> None:
@@ -69,10 +162,17 @@ class BlockHeadNetwork(PublishedNetwork):
         self.fc = nn.Linear(config.num_features * config.target_hidden_size, hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps)
         self.norm = nn.RMSNorm(hidden, eps)
+        self.markov_head = None if config.markov is None else MarkovHead(config, config.markov)
+        self.confidence_head = None if config.judge is None else ConfidenceHead(config, config.judge)
 
     @property
     def stack(self) -> Sequence[BlockLayer]:
         return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
+
+    @property
+    def ahead(self) -> int:
+        """Rows of a block before that of place 0."""
+        return 0 if self.config.from_anchor else 1
 
     @property
     def reaches(self) -> Sequence[BlockReach]:

@@ -406,6 +406,7 @@ _BUILT_IN = {
     "eagle1": "outrider.propose.eagle:Eagle1",
     "eagle3": "outrider.propose.eagle:Eagle3",
     "dflash": "outrider.propose.parallel:DFlash",
+    "dspark": "outrider.propose.parallel:DSpark",
     "early_exit": "outrider.propose.own_layers:EarlyExit",
     "exit": "outrider.propose.own_layers:ExitHead",
     "layer_skip": "outrider.propose.own_layers:LayerSkip",

@@ -179,10 +179,10 @@ def read_layers(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
     return layer
 
 
-def read_layer_ids(folder: str, ids: Any, field: str = AUX_LAYERS) -> tuple[int, ...]:
+def read_layer_ids(folder: str, ids: Any, field: str = AUX_LAYERS, least: int = 0) -> tuple[int, ...]:
     """The ids of the target's layers that a head reads, as its format counts them. vLLM joins their states in the order of
     the layers and others in the order of the list, so a list in another order says two things, and is refused."""
-    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
+    if not isinstance(ids, list) or not ids or any(type(i) is not int or i < least for i in ids):
         raise refused(folder, field, ids, "no list of layers", _OTHER)
     if ids != sorted(set(ids)):
         problem = "it does not say in which order their states are joined"

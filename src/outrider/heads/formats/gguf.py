@@ -1,4 +1,4 @@
-"""The formats of llama.cpp for heads of EAGLE-3 and DFlash: one GGUF file each."""
+"""The formats of llama.cpp for heads of EAGLE-3, DFlash and DSpark: one GGUF file each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
-from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, BlockReach
+from outrider.heads.block_networks import (
+    BlockHeadConfig,
+    BlockHeadNetwork,
+    BlockReach,
+    JudgeInput,
+    MarkovKind,
+    MarkovShape,
+)
 from outrider.heads.features import Eagle3Network, FeatureHeadConfig
+from outrider.heads.formats.deepspec import method_of
 from outrider.heads.formats.folder import FULL, SLIDING, Format, HeadTensor, read_layer, read_layers, widths
 from outrider.loading.gguf.architecture import ARCHITECTURES, Architecture, read_shape
 from outrider.loading.gguf.arrangement import row_order
@@ -147,7 +155,7 @@ GGUF_EAGLE3 = Format(
 )
 
 
-# --- The format of llama.cpp's DFlash heads: one GGUF file with llama.cpp's names, and the target's embeddings.
+# --- The format of llama.cpp's DFlash and DSpark heads: one GGUF file with its names, and the target's embeddings.
 #
 # `target_layers` name the layers whose *inputs* are read, one more than z-lab's ids of the same layers, and
 # `block_size` counts the last token of the text too. The mask token stands among the values of the tokenizer. Norms are
@@ -157,16 +165,22 @@ GGUF_EAGLE3 = Format(
 
 _DFLASH = "dflash"
 _WINDOW, _PATTERN, _CAUSAL = "attention.sliding_window", "attention.sliding_window_pattern", "attention.causal"
+_ANCHOR = "sample_from_anchor"
 #: Its layers are those of Qwen3, and are written as such.
 _DFLASH_LAYERS = Architecture("Qwen3Config", knows=(_WINDOW, _CAUSAL))
 _MASK = "tokenizer.ggml.mask_token_id"
-#: What DFlash 2 and DSpark add.
-_FOREIGN_TO_DFLASH = ("selector_rank", "conv_kernel_size", "hyper_connection_count", "sample_from_anchor")
+#: What DFlash 2 adds.
+_FOREIGN_TO_DFLASH = ("selector_rank", "conv_kernel_size", "hyper_connection_count")
+#: The small heads of DSpark.
+_MARKOV, _JUDGE = "markov_w1.weight", "conf_proj.weight"
 _OUTSIDE = {
     "token_embd.": "embed_tokens.",
     "enc.output_norm.": "hidden_norm.",
     "output_norm.": "norm.",
     "output.": "lm_head.",
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "conf_proj.": "confidence_head.proj.",
 }
 
 
@@ -183,13 +197,34 @@ def _read_dflash(path: str, _: object) -> BlockHeadConfig:
         raise ModelLoadError(path, f"its {_DFLASH}.block_size is {size}, and one row drafts nothing", AGAIN)
     if type(mask) is not int or not 0 <= mask < layers.vocab_size:
         raise ModelLoadError(path, f"its {_MASK} is {mask!r}, and no token of {layers.vocab_size}", AGAIN)
+    markov, judge = _sequential_heads(values, layers.hidden_size)
     return BlockHeadConfig(
-        method="dflash",
+        method=method_of(markov, judge),
         **_read_fields(values, layers, LAYERS[:1]),
         block_size=size,
         mask_token_id=mask,
         reaches=reaches,
+        from_anchor=_flag(values, _ANCHOR, markov is not None),
+        markov=markov,
+        judge=judge,
     )
+
+
+def _sequential_heads(values: Values, hidden_size: int) -> tuple[MarkovShape | None, JudgeInput | None]:
+    """The small heads of DSpark, by the shapes of their tensors: in files, sequential heads are of the first kind."""
+    markov, judge = (values.file.tensors.get(name) for name in (_MARKOV, _JUDGE))
+    shape = None if markov is None else MarkovShape(MarkovKind.VANILLA, markov.shape[-1])
+    if judge is None:
+        return shape, None
+    return shape, JudgeInput.STATE if judge.shape[-1] == hidden_size else JudgeInput.STATE_AND_TOKEN
+
+
+def _flag(values: Values, name: str, default: bool) -> bool:
+    """A flag of a file."""
+    found = values.get(name)
+    if found is not None and not isinstance(found, bool):
+        raise ModelLoadError(values.file.path, f"its {_DFLASH}.{name} is {found!r}, and neither true nor false", AGAIN)
+    return default if found is None else found
 
 
 def _dflash_prefixes(config: FeatureHeadConfig) -> dict[str, str]:
@@ -200,19 +235,17 @@ def _dflash_prefixes(config: FeatureHeadConfig) -> dict[str, str]:
 
 def _reaches(values: Values, num_layers: int) -> tuple[BlockReach, ...]:
     """Returns how far rows see, by layer."""
-    causal, path = values.get(_CAUSAL), values.file.path
-    if causal is not None and not isinstance(causal, bool):
-        raise ModelLoadError(path, f"its {_DFLASH}.{_CAUSAL} is {causal!r}, and neither true nor false", AGAIN)
+    causal, path = _flag(values, _CAUSAL, False), values.file.path
     if not values.get(_WINDOW):
-        return (BlockReach(None, bool(causal)),) * num_layers
+        return (BlockReach(None, causal),) * num_layers
     window, kinds = values.count(_WINDOW), values.get(_PATTERN)
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(type(kind) is not bool for kind in kinds):
         problem = f"its {_DFLASH}.{_PATTERN} is {kinds!r}, and does not say which of {num_layers} layers have a window"
         raise ModelLoadError(path, problem, AGAIN)
-    if causal is None and any(kinds):
+    if values.get(_CAUSAL) is None and any(kinds):
         problem = f"it has layers with a window and no {_DFLASH}.{_CAUSAL}, and engines take different values then"
         raise ModelLoadError(path, problem, ORIGINAL)
-    return tuple(BlockReach(window if kind else None, bool(causal)) for kind in kinds)
+    return tuple(BlockReach(window if kind else None, causal) for kind in kinds)
 
 
 def _windows(reaches: tuple[BlockReach, ...]) -> dict[str, Any]:

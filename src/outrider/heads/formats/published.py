@@ -11,16 +11,25 @@ from torch import Tensor
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.heads.features import FeatureHeadConfig, PublishedNetwork
+from outrider.heads.formats.deepspec import DEEPSPEC
 from outrider.heads.formats.folder import CONFIG, Format, HeadTensor, list_tensors, read_config, refused, renamed
 from outrider.heads.formats.gguf import ARCHITECTURE, GGUF_DFLASH, GGUF_EAGLE3, ORIGINAL
 from outrider.heads.formats.safeailab import SAFEAILAB_EAGLE1, SAFEAILAB_EAGLE3
-from outrider.heads.formats.speculators import SPECULATORS_DFLASH, SPECULATORS_EAGLE3, SPECULATORS_PEAGLE
+from outrider.heads.formats.speculators import (
+    SPECULATORS_DFLASH,
+    SPECULATORS_DSPARK,
+    SPECULATORS_EAGLE3,
+    SPECULATORS_PEAGLE,
+)
 from outrider.heads.formats.zlab import ZLAB_DFLASH
 from outrider.loading.gguf.header import is_gguf, read_gguf
 from outrider.loading.gguf.values import Values
 
 #: In the order in which a configuration is tried.
-FORMATS = (SPECULATORS_DFLASH, SPECULATORS_PEAGLE, ZLAB_DFLASH, SAFEAILAB_EAGLE3, SPECULATORS_EAGLE3, SAFEAILAB_EAGLE1)
+FORMATS = (
+    *(SPECULATORS_DFLASH, SPECULATORS_DSPARK, SPECULATORS_PEAGLE, ZLAB_DFLASH, DEEPSPEC),
+    *(SAFEAILAB_EAGLE3, SPECULATORS_EAGLE3, SAFEAILAB_EAGLE1),
+)
 #: Those in GGUF files.
 GGUF_FORMATS = (GGUF_EAGLE3, GGUF_DFLASH)
 #: Copies of the target's own weights, which a target lends anyway.

@@ -1,4 +1,4 @@
-"""The formats of the speculators package, versions 0.5 to 0.9, for EAGLE-3, DFlash and P-EAGLE."""
+"""The formats of the speculators package, versions 0.5 to 0.9, for EAGLE-3, DFlash, DSpark and P-EAGLE."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from outrider.errors import UnsupportedModelError
-from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, MaskHeadConfig, ParallelNetwork
+from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, MarkovKind, MaskHeadConfig, ParallelNetwork
 from outrider.heads.features import Eagle3Network, FeatureHeadConfig
+from outrider.heads.formats.deepspec import read_sequential_heads, sequential_fields
 from outrider.heads.formats.folder import (
     AUX_LAYERS,
     KINDS,
@@ -35,7 +36,7 @@ from outrider.heads.formats.zlab import read_block_size, read_mask_token, read_r
 def _read_eagle3(folder: str, mapping: Mapping[str, Any]) -> FeatureHeadConfig:
     kind = mapping["speculators_model_type"]
     if kind != "eagle3":
-        remedy = "Use an eagle3, peagle or dflash head."
+        remedy = "Use an eagle3, peagle, dflash or dspark head."
         raise refused(folder, "speculators_model_type", kind, "this version does not read it", remedy)
     inner = _inner(folder, mapping)
     layer = read_layer(folder, inner, inner["model_type"])
@@ -127,10 +128,16 @@ SPECULATORS_EAGLE3 = Format(
 # one see no later rows, unless `sliding_window_non_causal` is true.
 
 
-_IDS = "aux_hidden_state_layer_ids"
+_IDS, _ANCHOR = "aux_hidden_state_layer_ids", "sample_from_anchor"
 
 
 def _read_dflash(folder: str, mapping: Mapping[str, Any]) -> BlockHeadConfig:
+    return BlockHeadConfig(**_read_block(folder, mapping, from_anchor=False))
+
+
+def _read_block(folder: str, mapping: Mapping[str, Any], *, from_anchor: bool) -> dict[str, Any]:
+    """The fields of `BlockHeadConfig` of a head that drafts blocks. Whether the last token of the text drafts is as
+    `from_anchor` says where the file does not say it."""
     _check_kind(folder, mapping)
     inner = mapping.get("transformer_layer_config")
     if not isinstance(inner, Mapping) or inner.get("model_type") != "qwen3":
@@ -138,25 +145,25 @@ def _read_dflash(folder: str, mapping: Mapping[str, Any]) -> BlockHeadConfig:
         raise refused(folder, "transformer_layer_config", inner, problem, "Write model_type 'qwen3' and its sizes.")
     layers = read_layers(folder, inner, "qwen3")
     one_way = not read_flag(folder, mapping, "sliding_window_non_causal")
-    return BlockHeadConfig(
-        method="dflash",
+    return {
+        "method": mapping["speculators_model_type"],
         **widths(mapping, layers, mapping.get("draft_vocab_size", 32000)),
-        aux_layers=read_layer_ids(folder, mapping.get(_IDS), _IDS),
+        "aux_layers": read_layer_ids(folder, mapping.get(_IDS), _IDS),
         **_read_verifier(mapping),
-        block_size=read_block_size(folder, mapping.get("block_size", 8)),
-        mask_token_id=read_mask_token(folder, mapping.get("mask_token_id"), layers.vocab_size),
-        reaches=read_reaches(folder, layers, causal=False, causal_in_windows=one_way),
-    )
+        "block_size": read_block_size(folder, mapping.get("block_size", 8)),
+        "mask_token_id": read_mask_token(folder, mapping.get("mask_token_id"), layers.vocab_size),
+        "reaches": read_reaches(folder, layers, causal=False, causal_in_windows=one_way),
+        "from_anchor": read_flag(folder, mapping, _ANCHOR, from_anchor),
+    }
 
 
 def _check_kind(folder: str, mapping: Mapping[str, Any]) -> None:
     if mapping.get("projector_type") not in (None, "dflash"):
         problem = "it corrects what a block drafts, which this version does not compute"
         raise refused(folder, "projector_type", mapping["projector_type"], problem, "Use another head.")
-    for name in ("sample_from_anchor", "shift_label"):
-        if read_flag(folder, mapping, name):
-            problem = "it drafts at the last token of the text too, which this version does not compute"
-            raise refused(folder, name, True, problem, "Use another head.")
+    if read_flag(folder, mapping, "shift_label"):
+        problem = "its places were moved in training, which this version does not compute"
+        raise refused(folder, "shift_label", True, problem, "Use another head.")
 
 
 def _write_dflash(config: BlockHeadConfig) -> dict[str, Any]:
@@ -167,10 +174,11 @@ def _write_dflash(config: BlockHeadConfig) -> dict[str, Any]:
         raise UnsupportedModelError("the head", problem, "Use it in the format that it has.")
     return {
         "architectures": ["DFlashSpeculator"],
-        **_described(config, num_draft_tokens=config.block_size - 1),
-        "aux_hidden_state_layer_ids": list(config.aux_layers),
+        **_described(config, num_draft_tokens=config.num_places),
+        _IDS: list(config.aux_layers),
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
+        _ANCHOR: config.from_anchor,
         **({"sliding_window_non_causal": True} if in_windows == {False} else {}),
     }
 
@@ -184,6 +192,37 @@ SPECULATORS_DFLASH = Format(
     fits=lambda mapping: mapping.get("speculators_model_type") == "dflash",
     read=_read_dflash,
     write=_write_dflash,
+)
+
+
+# --- The format of the speculators package for DSpark heads: that of DFlash, with the fields of the two small heads.
+#
+# Where nothing is said, the last token of the text drafts, the sequential head has rank 256, and the confidence head is
+# there and reads the token before a place.
+
+
+def _read_dspark(folder: str, mapping: Mapping[str, Any]) -> BlockHeadConfig:
+    markov, judge = read_sequential_heads(folder, mapping, rank=256, judged=True)
+    config = BlockHeadConfig(**_read_block(folder, mapping, from_anchor=True), markov=markov, judge=judge)
+    if markov is not None and markov.kind is MarkovKind.RNN and not config.from_anchor:
+        problem = "markov_head_type is rnn, and engines disagree whether it reads the row that drafts nothing"
+        raise refused(folder, _ANCHOR, False, problem, "Use another head.")
+    return config
+
+
+def _write_dspark(config: BlockHeadConfig) -> dict[str, Any]:
+    return {**_write_dflash(config), "architectures": ["DSparkSpeculator"], **sequential_fields(config)}
+
+
+SPECULATORS_DSPARK = Format(
+    name="speculators DSpark",
+    family="speculators",
+    method="dspark",
+    network=BlockHeadNetwork,
+    prefixes={},
+    fits=lambda mapping: mapping.get("speculators_model_type") == "dspark",
+    read=_read_dspark,
+    write=_write_dspark,
 )
 
 

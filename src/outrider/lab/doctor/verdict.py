@@ -223,7 +223,7 @@ LOOKUPS = frozenset({"ngram", "suffix", "prediction", "lookahead", "token_recycl
 #: Methods that run layers of the target as they are. Their guesses may be poor, but no training of theirs can be wrong.
 OWN_LAYERS = frozenset({"early_exit", "layer_skip"})
 _HEADS = frozenset({"medusa", "blockwise", "exit"})
-_FEATURE_HEADS = frozenset({"eagle1", "eagle3", "mtp", "dflash", "peagle"})
+_FEATURE_HEADS = frozenset({"eagle1", "eagle3", "mtp", "dflash", "dspark", "peagle"})
 
 _CHECK_HEADS = (
     "Check, in this order: the offset (head i guesses the token i + 1 places behind the one that the target is about to "

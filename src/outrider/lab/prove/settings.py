@@ -117,6 +117,7 @@ MTP = {"method": "mtp", "model": HEADS, "num_draft_tokens": 2}
 MTP_ONE = MTP | {"num_draft_tokens": 1}
 DFLASH = {"method": "dflash", "model": HEADS, "num_draft_tokens": 2}
 DFLASH_ONE = DFLASH | {"num_draft_tokens": 1}
+DSPARK = {"method": "dspark", "model": HEADS, "num_draft_tokens": 2}
 PEAGLE = {"method": "peagle", "model": HEADS, "num_draft_tokens": 2}
 PEAGLE_ONE = PEAGLE | {"num_draft_tokens": 1}
 CROSSED = {"method": "cross_vocabulary", "model": OTHER_DRAFT, "num_draft_tokens": 2}

@@ -191,7 +191,7 @@ def _raise_norms_of(proposer: Proposer) -> None:
 #: sure of anything.
 HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
 #: Methods whose heads keep keys and values of the text.
-FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp", "dflash", "peagle"})
+FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp", "dflash", "dspark", "peagle"})
 
 
 def random_config(method: str, target: HeadTarget) -> HeadsConfig:
@@ -223,7 +223,11 @@ def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
     peagle = save_random_peagle(
         folder / "peagle", target, scale=0.7, draft_tokens=(0, 2), eagle_aux_hidden_state_layer_ids=[0, 1, 2]
     )
-    return found | {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp, "dflash": dflash, "peagle": peagle}
+    dspark = save_random_dflash(
+        folder / "dspark", target, "deepspec", scale=0.7, block_size=3, markov_head_type="rnn", bias=1.0
+    )
+    heads = {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp, "dflash": dflash, "dspark": dspark, "peagle": peagle}
+    return found | heads
 
 
 def save_layered(folder: Path, num_layers: int) -> dict[str, Any]:

@@ -142,6 +142,8 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) 
 
 
 BLOCK_LAYOUTS = ("z-lab", "z-lab, old", "speculators")
+#: Those with the small heads of DSpark.
+SEQUENTIAL_LAYOUTS = ("deepspec", "speculators dspark")
 
 
 def save_random_dflash(
@@ -155,12 +157,14 @@ def save_random_dflash(
     inputs: tuple[int, ...] = (1, 2),
     draft_tokens: tuple[int, ...] | None = None,
     sizes: dict[str, Any] | None = None,
+    bias: float = 3.0,
     **fields: Any,
 ) -> str:
     """Write a block drafter with random weights for a checkpoint; returns its folder.
 
     Args:
         draft_tokens: The target's tokens that it drafts, in ascending order, in the layout of speculators; None for all.
+        bias: By which factor the weights of the small heads of DSpark are larger than others.
     """
     from safetensors.torch import save_file
     from transformers import AutoConfig
@@ -178,6 +182,9 @@ def save_random_dflash(
     if draft_tokens is not None:
         shapes["lm_head.weight"] = (len(chosen), layers["hidden_size"])
     tensors = random_tensors(shapes, seed, scale)
+    if layout in SEQUENTIAL_LAYOUTS:
+        small = _sequential_shapes(mapping, layers["hidden_size"], config.vocab_size, len(chosen))
+        tensors |= random_tensors(small, seed + 1, bias * scale)
     if draft_tokens is not None:
         tensors["d2t"] = chosen - torch.arange(len(chosen))
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
@@ -191,14 +198,22 @@ def _block_mapping(
     layout: str, target: str, layers: dict[str, Any], inputs: tuple[int, ...], num_drafted: int, shape: dict[str, Any]
 ) -> dict[str, Any]:
     """The configuration as each of them writes it."""
-    if layout == "speculators":
+    if layout.startswith("speculators"):
+        method = "dspark" if layout in SEQUENTIAL_LAYOUTS else "dflash"
         return {
-            "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "speculators_version": "0.9.0",
+            "architectures": ["DFlashSpeculator"], "speculators_model_type": method, "speculators_version": "0.9.0",
             "transformer_layer_config": layers, "draft_vocab_size": num_drafted,
             "aux_hidden_state_layer_ids": list(inputs),
-            "speculators_config": {"algorithm": "dflash", "verifier": {"name_or_path": target, "architectures": []}},
-            **shape,
+            "speculators_config": {"algorithm": method, "verifier": {"name_or_path": target, "architectures": []}},
+            **({"markov_rank": 8} if layout in SEQUENTIAL_LAYOUTS else {}), **shape,
         }  # fmt: skip
+    if layout == "deepspec":
+        heads = {
+            "markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }  # fmt: skip
+        ids = [i - 1 for i in inputs]
+        return {"architectures": ["Qwen3DSparkModel"], **layers, "target_layer_ids": ids, **heads, **shape}
     nested = {"target_layer_ids": [i - 1 for i in inputs], "mask_token_id": shape.pop("mask_token_id")}
     block = {"block_size": shape.pop("block_size")}
     old = layout == "z-lab, old"
@@ -206,6 +221,21 @@ def _block_mapping(
         "architectures": ["DFlashDraftModel"], **layers, **(block if old else {}),
         "dflash_config": {**nested, **({} if old else block)}, **shape,
     }  # fmt: skip
+
+
+def _sequential_shapes(mapping: dict[str, Any], hidden: int, vocab_size: int, num_drafted: int) -> dict[str, Any]:
+    """Returns the shapes of the small heads of DSpark."""
+    rank, kind = mapping["markov_rank"], mapping.get("markov_head_type", "vanilla")
+    shapes: dict[str, tuple[int, ...]] = {}
+    if rank:
+        shapes |= {"markov_head.markov_w1.weight": (vocab_size, rank), "markov_head.markov_w2.weight": (num_drafted, rank)}
+    if rank and kind != "vanilla":
+        name, wide, out = ("gate", hidden + rank, rank) if kind == "gated" else ("joint", 2 * rank + hidden, 3 * rank)
+        shapes |= {f"markov_head.{name}_proj.weight": (out, wide), f"markov_head.{name}_proj.bias": (out,)}
+    if mapping.get("enable_confidence_head", True):
+        with_token = rank if mapping.get("confidence_head_with_markov", True) else 0
+        shapes |= {"confidence_head.proj.weight": (1, hidden + with_token), "confidence_head.proj.bias": (1,)}
+    return shapes
 
 
 def _shapes(layers: dict[str, Any], num_read: int, wide: int) -> dict[str, tuple[int, ...]]:
