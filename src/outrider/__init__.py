@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TokenOrigin,
     )
     from outrider.patching import patch, unpatch
+    from outrider.propose.assistant import Gemma4Assistant
     from outrider.propose.compositions import Auto, Merge, Then
     from outrider.propose.cross_vocabulary import CrossVocabulary
     from outrider.propose.draft_model import DraftModel
@@ -48,6 +49,7 @@ _HOMES = {
     "CrossVocabulary": "outrider.propose.cross_vocabulary",
     "DFlash": "outrider.propose.parallel",
     "DSpark": "outrider.propose.parallel",
+    "Gemma4Assistant": "outrider.propose.assistant",
     "DraftModel": "outrider.propose.draft_model",
     "Eagle1": "outrider.propose.eagle",
     "Eagle3": "outrider.propose.eagle",
@@ -98,6 +100,7 @@ __all__ = [
     "Eagle3",
     "EarlyExit",
     "ExitHead",
+    "Gemma4Assistant",
     "LayerSkip",
     "Logprob",
     "Lookahead",

@@ -119,6 +119,17 @@ class Target:
         """Logits [n, vocab_size] of hidden states [n, hidden_size] that have passed the final norm; float32 at least."""
         return upcast_logits(self._runner.backend.head(self._runner.loaded, self._checked(hidden)))
 
+    @torch.inference_mode()
+    def read(self, kv: KVView, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [stop - start, num_kv_heads, dim] that a layer keeps of the tokens of a text from `start` up to
+        `stop`."""
+        self._check_layers("layer", (layer,), self.num_layers)
+        if not 0 <= start <= stop <= kv.num_computed:
+            problem = f"{kv.num_computed} tokens of the text are computed"
+            raise ContradictionError("stop", stop, problem, f"Read up to {kv.num_computed}.")
+        slots = torch.tensor(kv.slots(start, stop), dtype=torch.long, device=self.device)
+        return self._runner.memory.pool.read(layer, slots)
+
     def rows(
         self,
         kv: KVView,

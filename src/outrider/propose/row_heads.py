@@ -32,27 +32,53 @@ from outrider.propose.trees.growth import Growth, grow_by_depth, wanted_places
 # has its last prompt token computed anyway, and begins with that row; nothing is computed for the heads' sake.
 
 
-class _Feature(NamedTuple):
+class LastState(NamedTuple):
     """The hidden state that the target left at the last row of a text that is computed."""
 
     position: int
     hidden: Tensor  # [hidden_size]
 
 
-class RowHeadsProposer(Proposer):
+class LastStateProposer(Proposer):
+    """Keeps the hidden state that enters a layer of the target (its number of layers: that leaves the final norm) at the
+    last computed row of each text. Subclasses draft."""
+
+    def __init__(self, layer: int) -> None:
+        self.requires = Requirements(aux_layers=(layer,))
+        self._layer = layer
+        self._features: dict[int, LastState] = {}  # by sequence
+
+    def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
+        if parent.seq_id in self._features:
+            self._features[child.seq_id] = self._features[parent.seq_id]
+
+    def observe(self, rows: Sequence[ObservedRows]) -> None:
+        for seen in rows:
+            last = len(seen.sequence.token_ids) - 2  # the row behind which the last token was written
+            for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED):
+                if seen.positions[row] == last:
+                    hidden = seen.aux_hidden_states[self._layer][row]
+                    self._features[seen.sequence.seq_id] = LastState(last, hidden.clone())  # a view would keep all rows
+
+    def finish(self, sequence: ProposerSequence) -> None:
+        self._features.pop(sequence.seq_id, None)
+
+    def state_behind(self, request: ProposeRequest) -> LastState | None:
+        """The state behind which a draft goes on; None where the row was not seen, as in the first step of a text that the
+        proposer is given late."""
+        found = self._features.get(request.sequence.seq_id)
+        return found if found is not None and found.position <= request.length - 2 else None
+
+
+class RowHeadsProposer(LastStateProposer):
     """Greedy, drawn or coupled chains and trees from heads that are independent of each other, batched over sequences.
 
     All nodes of one depth are chosen from the probabilities of one head, whatever stands before them in the draft.
     """
 
     def __init__(self, heads: RunningHeads, bridge: Bridge, min_confidence: float = 0.0) -> None:
-        self.requires = Requirements(aux_layers=(heads.config.layer,))
+        super().__init__(heads.config.layer)
         self._heads, self._bridge, self._min_confidence = heads, bridge, min_confidence
-        self._features: dict[int, _Feature] = {}  # by sequence
-
-    def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
-        if parent.seq_id in self._features:
-            self._features[child.seq_id] = self._features[parent.seq_id]
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         growths = [self._growth(request) for request in requests]
@@ -61,20 +87,9 @@ class RowHeadsProposer(Proposer):
             grow_by_depth(begun, self._logits(begun), noise)
         return [growth.draft() for growth in growths]
 
-    def observe(self, rows: Sequence[ObservedRows]) -> None:
-        for seen in rows:
-            last = len(seen.sequence.token_ids) - 2  # the row behind which the last token was written
-            for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED):
-                if seen.positions[row] == last:
-                    hidden = seen.aux_hidden_states[self._heads.config.layer][row]
-                    self._features[seen.sequence.seq_id] = _Feature(last, hidden.clone())  # a view would keep all rows
-
-    def finish(self, sequence: ProposerSequence) -> None:
-        self._features.pop(sequence.seq_id, None)
-
     def _growth(self, request: ProposeRequest) -> Growth:
-        """An empty draft where the row was not seen, as in the first step of a text that the heads are given late."""
-        seen = request.sequence.seq_id in self._features and self._first(request) >= 0
+        """An empty draft where the row was not seen."""
+        seen = self.state_behind(request) is not None
         depth = min(request.max_depth, self._heads.config.num_heads - self._first(request)) if seen else 0
         return Growth.of(request, request.budget if seen else 0, depth, self._min_confidence)
 

@@ -407,6 +407,7 @@ _BUILT_IN = {
     "eagle3": "outrider.propose.eagle:Eagle3",
     "dflash": "outrider.propose.parallel:DFlash",
     "dspark": "outrider.propose.parallel:DSpark",
+    "gemma4_assistant": "outrider.propose.assistant:Gemma4Assistant",
     "early_exit": "outrider.propose.own_layers:EarlyExit",
     "exit": "outrider.propose.own_layers:ExitHead",
     "layer_skip": "outrider.propose.own_layers:LayerSkip",

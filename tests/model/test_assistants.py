@@ -1,0 +1,298 @@
+"""Drafts of Gemma 4's assistants in the whole engine, against transformers' own forward pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+from outrider import LLM, Gemma4Assistant, Ngram, SpeculationConfig
+from outrider.engine.drafting.planning import as_requested
+from outrider.errors import HeadMismatchError, ModelLoadError
+from outrider.heads import assistant as heads
+from outrider.propose import assistant
+from tests.model import checkpoints
+from tests.model.checkpoints import VOCAB_SIZE, WINDOW
+from tests.model.test_feature_heads import BOUND, GREEDY, PROMPTS, SEEDED, faults, load, texts
+from tests.model.test_hostile_heads import change, exchange
+from tests.model.test_target import Oracle
+
+#: As published: layers that look back a window, and a last one that sees the whole text; with clusters or without.
+ASSISTANTS: dict[str, dict[str, Any]] = {
+    "all tokens": {},
+    "clusters": {"use_ordered_embeddings": True, "num_centroids": VOCAB_SIZE // 1, "centroid_intermediate_top_k": 9},
+}
+TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
+def _all_share(config: Any) -> list[str | None]:
+    """What transformers 5.23 raises for where all layers share."""
+    return ["reuse"] * config.num_hidden_layers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mended() -> Iterator[None]:
+    """The oracle cannot be built by transformers 5.23 as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        stock: Any = Gemma4TextConfig.kv_sharing_modes
+
+        def modes(config: Any) -> Any:
+            return _all_share(config) if config.num_kv_shared_layers == config.num_hidden_layers else stock.fget(config)
+
+        patch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(modes))
+        yield
+
+
+def save_assistant(folder: Path, path: str, seed: int = 5, **fields: Any) -> str:
+    """Write an assistant with random weights for a target; returns its folder."""
+    torch.manual_seed(seed)
+    target = json.loads((Path(path) / "config.json").read_text())
+    alike = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
+    text = Gemma4TextConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=24, intermediate_size=32, num_hidden_layers=len(TYPES), layer_types=TYPES,
+        sliding_window=WINDOW, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
+        num_kv_shared_layers=len(TYPES), global_head_dim=16, **{name: target[name] for name in alike},
+    )  # fmt: skip
+    model = Gemma4AssistantForCausalLM(
+        Gemma4AssistantConfig(text_config=text, backbone_hidden_size=target["hidden_size"], **fields)
+    )
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.3)
+    if model.masked_embedding is not None:
+        model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB_SIZE))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+class Reference:
+    """An assistant of transformers beside the stock target; every draft is computed from its whole text."""
+
+    def __init__(self, folder: str, target: Any, dtype: torch.dtype = torch.float64) -> None:
+        self.target = target
+        self.model = Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.model.set_attn_implementation("eager")
+
+    @torch.no_grad()
+    def logits(self, text: tuple[int, ...], path: tuple[int, ...]) -> Tensor:
+        """Logits [vocab_size] of the token behind a text that the target has computed but for its last token, and a path
+        that was drafted behind it."""
+        out = self.target(
+            torch.tensor([text[:-1]]), output_hidden_states=True, return_shared_kv_states=True, use_cache=False
+        )
+        state, seen = out.hidden_states[-1][:, -1:], dict(out.shared_kv_states)
+        place = torch.tensor([[len(text) - 1]])
+        for token in (text[-1], *path):
+            embedding = self.target.get_input_embeddings()(torch.tensor([[token]]))
+            read = torch.cat([embedding, state], -1)
+            found = self.model(inputs_embeds=read, position_ids=place, shared_kv_states=seen)
+            state = found.last_hidden_state
+        logits: Tensor = found.logits[0, 0]
+        return logits
+
+
+class Watch:
+    """Compares the logits behind every node of every draft with the reference."""
+
+    def __init__(self, reference: Reference, patch: pytest.MonkeyPatch) -> None:
+        self.worst, self.num_rows, self.deepest = 0.0, 0, 0
+        stock: Any = assistant.add_level
+
+        def watched(growths: Any, logits: Tensor, noise: Any) -> None:
+            places = [(growth, node) for growth in growths for node in growth.level]
+            for (growth, node), row in zip(places, logits, strict=True):
+                request = growth.request
+                path = (*request.path, *growth.path(node))
+                want = reference.logits(tuple(request.sequence.token_ids), path)
+                scored = row > -1e29
+                assert bool((want[~scored] == want.min()).all()), "tokens of other clusters are not drafted"
+                difference = (row[scored].double() - want[scored]).abs().max() / want[scored].abs().max()
+                self.worst = max(self.worst, float(difference.nan_to_num(torch.inf)))
+                self.num_rows, self.deepest = self.num_rows + 1, max(self.deepest, len(path))
+            stock(growths, logits, noise)
+
+        patch.setattr(assistant, "add_level", watched)
+
+
+class Made(NamedTuple):
+    """A target and assistants of it."""
+
+    path: str
+    oracle: Oracle
+    folders: dict[str, str]
+
+    def way(self, name: str, **settings: Any) -> SpeculationConfig:
+        settings = settings if "tree" in settings else {"num_draft_tokens": 3, **settings}
+        return SpeculationConfig(method=Gemma4Assistant(model=self.folders[name]), **settings)
+
+    def reference(self, name: str) -> Reference:
+        return Reference(self.folders[name], self.oracle.model)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("assistants")
+    path = checkpoints.save("gemma4_text", folder / "target", seed=3)
+    oracle = Oracle(path)
+    folders = {name: save_assistant(folder / name, path, **how) for name, how in ASSISTANTS.items()}
+    return Made(path, oracle, folders)
+
+
+# -- what is drafted ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
+def test_logits_are_those_of_the_reference(made: Made, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, llm = Watch(made.reference(name), monkeypatch), load(made)
+    outputs = llm.generate(PROMPTS, GREEDY.replace(max_tokens=20), speculation=made.way(name, num_draft_tokens=5))
+    assert faults(outputs) == 0
+    assert watch.worst <= BOUND
+    assert watch.num_rows > 50
+    assert watch.deepest == 4
+    assert max(len(prompt) for prompt in PROMPTS) + 20 > WINDOW + 2, "a window is left behind"
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
+@pytest.mark.parametrize("shape", [{"tree": (2, 1)}, {"tree": "best_first", "num_draft_tokens": 5}], ids=str)
+def test_every_draft_is_what_the_reference_says(
+    made: Made, name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After rejected drafts, prefix hits, preemptions and forks, in too little memory for all texts."""
+    llm = load(made, kv_cache_tokens=120, max_num_batched_tokens=48)
+    watch, way = Watch(made.reference(name), monkeypatch), made.way(name, **shape)
+    params = [GREEDY, SEEDED.replace(temperature=0, n=2), SEEDED] * 2
+    outputs = llm.generate([*PROMPTS, *PROMPTS], params, speculation=way)
+    assert faults(outputs) == 0
+    assert watch.worst <= BOUND
+    assert watch.num_rows > 50
+    assert llm.stats.finished.num_preemptions > 0
+    assert texts(outputs) == texts(llm.generate([*PROMPTS, *PROMPTS], params, speculation="none"))
+    llm.engine.check_integrity()
+    llm.engine.check_rest()
+
+
+def test_a_draft_behind_another_proposers_takes_in_its_tokens(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, llm = Watch(made.reference("all tokens"), monkeypatch), load(made)
+    lookup, way = SpeculationConfig(method=Ngram(min_match=1), num_draft_tokens=2), made.way("all tokens")
+    llm.engine.drafting.planner = lambda seq: (lookup, way)
+    outputs = llm.generate(PROMPTS, GREEDY, speculation=way)
+    llm.engine.drafting.planner = as_requested
+    assert faults(outputs) == 0
+    assert watch.worst <= BOUND
+    assert watch.deepest == 4
+    assert texts(outputs) == texts(llm.generate(PROMPTS, GREEDY, speculation="none"))
+
+
+def test_it_runs_in_the_precision_of_its_target(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ASSISTANTS:
+        with load(made, dtype="bfloat16") as llm:
+            outputs = llm.generate(PROMPTS, GREEDY, speculation=made.way(name))
+            assert faults(outputs) == 0
+            assert llm.stats.finished.num_draft_tokens > 0
+
+
+# -- planted bugs ------------------------------------------------------------------------------------------------------
+
+
+def _moves_on(patch: pytest.MonkeyPatch) -> None:
+    """Every token of a draft has a place of its own."""
+    stock = assistant._Drafting.rows
+
+    def rows(self: Any) -> Any:
+        found = stock(self)
+        depth = self.growth.node(self.growth.level[0]).depth
+        return heads.AssistantRows(found.tokens, found.states, found.position + depth, found.seen)
+
+    patch.setattr(assistant._Drafting, "rows", rows)
+
+
+def _has_no_window(patch: pytest.MonkeyPatch) -> None:
+    stock = heads.Assistant.look
+
+    def look(self: Any, kv: Any, stop: int) -> Any:
+        found = stock(self, kv, stop)
+        found["sliding_attention"] = self._target.read(kv, self._sources["sliding_attention"], 0, stop)
+        return found
+
+    patch.setattr(heads.Assistant, "look", look)
+
+
+@pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
+@pytest.mark.parametrize("plant", [_moves_on, _has_no_window])
+def test_control_an_assistant_that_reads_something_else_is_seen(
+    made: Made, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    watch = Watch(made.reference("all tokens"), monkeypatch)
+    outputs = load(made).generate(PROMPTS, GREEDY, speculation=made.way("all tokens"))
+    assert faults(outputs) == 0
+    assert watch.worst > 100 * BOUND
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def _set(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda mapping: mapping.update(fields)
+
+
+def _text(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda mapping: mapping["text_config"].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (_set(model_type="gemma4"), "model_type='gemma4': it is no assistant"),
+        (_set(text_config=None), "text_config=None: it describes no layers"),
+        (_set(backbone_hidden_size=0), "backbone_hidden_size=0: no size"),
+        (_set(num_centroids=7), "num_centroids=7: 61 tokens are not divided so"),
+        (_set(centroid_intermediate_top_k="9"), "centroid_intermediate_top_k='9': no size"),
+        (_text(hidden_size_per_layer_input=8), "hidden_size_per_layer_input=8: assistants have no such part"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(
+    made: Made, spoil: Callable[[dict[str, Any]], Any], told: str, tmp_path: Path
+) -> None:
+    folder = save_assistant(tmp_path, made.path, **ASSISTANTS["clusters"])
+    change(folder, spoil)
+    with pytest.raises(ModelLoadError) as caught:
+        heads.read_assistant_config(folder)
+    assert told in caught.value.problem
+    assert caught.value.remedy.endswith(".")
+
+
+def test_an_assistant_that_does_not_belong_is_refused(made: Made, tmp_path: Path) -> None:
+    wide, short, twice, unified = (
+        save_assistant(tmp_path / name, made.path, **ASSISTANTS["clusters"])
+        for name in ("wide", "short", "twice", "unified")
+    )
+    change(wide, _set(backbone_hidden_size=99))
+    exchange(short, "post_projection.weight", None)
+    file = Path(twice) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["masked_embedding.token_ordering"][0] = tensors["masked_embedding.token_ordering"][1]
+    save_file(tensors, file, {"format": "pt"})
+    change(unified, _set(model_type="gemma4_unified_assistant"))
+    llm = load(made)
+    for folder, kind, told in (
+        (wide, HeadMismatchError, "it was made for a target with hidden_size=99"),
+        (short, ModelLoadError, "it has no tensor post_projection.weight"),
+        (twice, ModelLoadError, "names a token twice"),
+        (unified, HeadMismatchError, "it was made for a target of gemma4_unified_text"),
+    ):
+        with pytest.raises(kind) as caught:
+            llm.generate([1, 2, 3], GREEDY, speculation=SpeculationConfig(method=Gemma4Assistant(model=folder)))
+        assert told in caught.value.problem
+    other = checkpoints.save("llama", tmp_path / "llama", seed=3)
+    hidden = json.loads((Path(other) / "config.json").read_text())["hidden_size"]
+    change(short, _set(backbone_hidden_size=hidden))
+    with LLM(other, speculation="none") as llama, pytest.raises(HeadMismatchError) as caught:
+        llama.generate([1, 2, 3], GREEDY, speculation=SpeculationConfig(method=Gemma4Assistant(model=short)))
+    assert "is a llama" in caught.value.problem
