@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from tests.model.test_target import Oracle
 #: As published: layers that look back a window, and a last one that sees the whole text; with clusters or without.
 ASSISTANTS: dict[str, dict[str, Any]] = {
     "all tokens": {},
-    "clusters": {"use_ordered_embeddings": True, "num_centroids": VOCAB_SIZE // 1, "centroid_intermediate_top_k": 9},
+    "clusters": {"use_ordered_embeddings": True, "num_centroids": VOCAB_SIZE, "centroid_intermediate_top_k": 9},
 }
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 
@@ -37,9 +38,9 @@ def _all_share(config: Any) -> list[str | None]:
     return ["reuse"] * config.num_hidden_layers
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _mended() -> Iterator[None]:
-    """The oracle cannot be built by transformers 5.23 as it is."""
+@contextmanager
+def mended_configurations() -> Iterator[None]:
+    """A block in which transformers 5.23 builds assistants, as other versions do."""
     with pytest.MonkeyPatch.context() as patch:
         stock: Any = Gemma4TextConfig.kv_sharing_modes
 
@@ -50,14 +51,21 @@ def _mended() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _mended() -> Iterator[None]:
+    """The oracle is an assistant of transformers."""
+    with mended_configurations():
+        yield
+
+
 def save_assistant(folder: Path, path: str, seed: int = 5, **fields: Any) -> str:
     """Write an assistant with random weights for a target; returns its folder."""
     torch.manual_seed(seed)
     target = json.loads((Path(path) / "config.json").read_text())
     alike = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
     text = Gemma4TextConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=24, intermediate_size=32, num_hidden_layers=len(TYPES), layer_types=TYPES,
-        sliding_window=WINDOW, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
+        vocab_size=target["vocab_size"], hidden_size=24, intermediate_size=32, num_hidden_layers=len(TYPES),
+        layer_types=TYPES, sliding_window=WINDOW, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
         num_kv_shared_layers=len(TYPES), global_head_dim=16, **{name: target[name] for name in alike},
     )  # fmt: skip
     model = Gemma4AssistantForCausalLM(
@@ -66,7 +74,7 @@ def save_assistant(folder: Path, path: str, seed: int = 5, **fields: Any) -> str
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.3)
     if model.masked_embedding is not None:
-        model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB_SIZE))
+        model.masked_embedding.token_ordering.copy_(torch.randperm(target["vocab_size"]))
     model.save_pretrained(folder)
     return str(folder)
 

@@ -1,0 +1,71 @@
+"""The joint distribution of LLM.generate where an assistant of Gemma 4 drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.model import checkpoints
+from tests.model.test_assistants import mended_configurations, save_assistant
+from tests.statistical import planted
+
+from outrider.lab.prove.engine import BOUND, EngineProof
+from outrider.lab.prove.settings import HEADS, LOOKUP, Setting
+from outrider.lab.prove.tiny import save_tiny_llama
+from outrider.propose.assistant import AssistantProposer
+
+ASSISTANT = {"method": "gemma4_assistant", "model": HEADS, "num_draft_tokens": 2}
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting("block", ASSISTANT | {"rule": "block"}),
+        Setting("token", ASSISTANT | {"rule": "token"}),
+        Setting("seeded", ASSISTANT, {"seed": 5}),
+        Setting("two samples", ASSISTANT | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 3, "top_k": 2}),
+        Setting("temperature and filters", ASSISTANT, {"temperature": 0.7, "top_p": 0.9}),
+        Setting("tree, traversal", ASSISTANT | {"tree": (2, 1), "rule": "block"}),
+        Setting("tree, recursive rejection", ASSISTANT | {"tree": (2, 1), "rule": "token"}),
+        Setting("best-first tree", ASSISTANT | {"tree": "best_first", "num_draft_tokens": 4}),
+        Setting("behind a lookup", ASSISTANT, {"max_tokens": 4}, turns=((LOOKUP | {"num_draft_tokens": 1}, ASSISTANT),)),
+    )
+}
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors
+    folder = tmp_path_factory.mktemp("assistant")
+    fields = {"vocab_size": 3, "vocab_size_per_layer_input": 3, "pad_token_id": None, "eos_token_id": None}
+    target = checkpoints.save("gemma4_text", folder / "target", seed=3, **fields, bos_token_id=None)
+    with mended_configurations():
+        head = save_assistant(folder / "assistant", target)
+    heads = {"gemma4_assistant": head}
+    yield EngineProof(target, save_tiny_llama(folder / "draft", 2), heads=heads)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
+    proof.llm.stats.reset()
+    assert proof.prove(SETTINGS[name], 3).measured <= BOUND
+    stats = proof.llm.stats.finished
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 0, "otherwise the proof would say nothing about drafts"
+    assert stats.num_proposer_faults == 0
+    assert stats.drafted_by_method["gemma4_assistant"] > 0
+
+
+@pytest.mark.by_change("src/outrider/lab/prove/", "tests/statistical/")  # the prover notices what is planted
+def test_control_drafts_that_are_dropped_for_what_they_are_are_faults(
+    proof: EngineProof, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = AssistantProposer.propose
+
+    def picky(self: Any, requests: Any, noise: Any) -> Any:
+        drafts = stock(self, requests, noise)
+        return [draft.first(0) if draft.token_ids[:1] == (2,) else draft for draft in drafts]
+
+    monkeypatch.setattr(AssistantProposer, "propose", picky)
+    assert planted.is_a_fault(proof, SETTINGS["token"])
