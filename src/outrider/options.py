@@ -49,7 +49,8 @@ class LLMSettings(TypedDict, total=False):
     is none, and plain decoding, by what each costs and brings. "none" decodes plainly."""
     draft_model: str | PathLike[str] | torch.nn.Module | None
     """A draft model for that choice, or for speculation="draft_model": local folder or hub id; or a causal language model
-    of transformers with the target's tokens, which is copied and stays as it is. The embedded pair brings its own."""
+    of transformers with the target's tokens, which is copied and stays as it is. A published head or an assistant of
+    Gemma 4 in a local folder or file takes its place in that choice. The embedded pair brings its own."""
     profile: str | PathLike[str] | None
     """A file that `outrider tune` wrote, in place of both: its settings are used. Where it was made for another dtype or
     another machine, a warning says so and it is ignored."""

@@ -18,10 +18,12 @@ from outrider import LLM, Gemma4Assistant, Ngram, SpeculationConfig
 from outrider.engine.drafting.planning import as_requested
 from outrider.errors import HeadMismatchError, ModelLoadError
 from outrider.heads import assistant as heads
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
 from outrider.propose import assistant
 from tests.model import checkpoints
 from tests.model.checkpoints import VOCAB_SIZE, WINDOW
-from tests.model.test_feature_heads import BOUND, GREEDY, PROMPTS, SEEDED, faults, load, texts
+from tests.model.gguf_heads import write_block_head
+from tests.model.test_feature_heads import BOUND, GREEDY, LAYERS, PROMPTS, SEEDED, faults, load, texts
 from tests.model.test_hostile_heads import change, exchange
 from tests.model.test_target import Oracle
 
@@ -304,3 +306,31 @@ def test_an_assistant_that_does_not_belong_is_refused(made: Made, tmp_path: Path
     with LLM(other, speculation="none") as llama, pytest.raises(HeadMismatchError) as caught:
         llama.generate([1, 2, 3], GREEDY, speculation=SpeculationConfig(method=Gemma4Assistant(model=short)))
     assert "is a llama" in caught.value.problem
+
+
+# -- named as a draft model ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_given_as_a_draft_model_drafts_as_what_it_is(made: Made, tmp_path: Path) -> None:
+    """An assistant or a head drafts as such, beside a lookup and behind it, and under `auto` from the first text."""
+    llama = checkpoints.save("llama", tmp_path / "llama", seed=3, layers=LAYERS)
+    block = save_random_dflash(tmp_path / "dspark", llama, "deepspec")
+    file = write_block_head(block, tmp_path / "dspark.gguf")
+    eagle = save_random_eagle(tmp_path / "eagle", llama, "safeailab")
+    draft = checkpoints.save("llama", tmp_path / "draft", seed=4, layers=1)
+    for target, given, name in (
+        (made.path, made.folders["clusters"], "gemma4_assistant"),
+        (llama, block, "dspark"),
+        (llama, file, "dspark"),
+        (llama, eagle, "eagle3"),
+        (llama, draft, "draft_model"),
+    ):
+        with LLM(target, draft_model=given, dtype="float64") as llm:
+            config = llm.speculation
+            assert [each.name for each in config.candidates] == [name, "suffix", "then"]
+            (output,) = llm.generate([PROMPTS[0]], GREEDY)
+            assert len(output.token_ids) == GREEDY.max_tokens
+        with LLM(target, draft_model=given, speculation="then", dtype="float64") as llm:
+            outputs = llm.generate(PROMPTS, GREEDY)
+            assert faults(outputs) == 0
+            assert llm.stats.finished.drafted_by_method[name] > 0

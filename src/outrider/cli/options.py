@@ -39,13 +39,13 @@ Method = Annotated[
     str | None,
     typer.Option(
         help="Who drafts: draft_model, cross_vocabulary, early_exit, layer_skip, medusa, blockwise, exit, eagle1, eagle3, "
-        "mtp, dflash, dspark, peagle, ngram, suffix, token_recycling, lookahead, prediction (the text that a request "
-        "predicts), merge (several in one tree), then (one behind the other), staged (a drafter for the draft model), auto "
-        "(the engine chooses), none, a plug-in, module:Class of your own, "
+        "mtp, dflash, dspark, peagle, gemma4_assistant, ngram, suffix, token_recycling, lookahead, prediction (the text "
+        "that a request predicts), merge (several in one tree), then (one behind the other), staged (a drafter for the "
+        "draft model), auto (the engine chooses), none, a plug-in, module:Class of your own, "
         'or settings like {"method": "suffix", "branches": true}.'
     ),
 ]
-DraftModel = Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id of a draft model.")]
+DraftModel = Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id of a draft model, or of a head.")]
 NumDraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="Most draft tokens a step.")]
 Profile = Annotated[Path | None, typer.Option(help="A file that outrider tune wrote: who drafts, and how much.")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ class AssistantConfig:
 
 
 def is_assistant(folder: str) -> bool:
-    """Tells if a folder holds an assistant; whoever asks has seen that there is a configuration."""
-    return read_config(folder).get("model_type") in TYPES
+    """Tells if a folder holds an assistant."""
+    return (Path(folder) / CONFIG).is_file() and read_config(folder).get("model_type") in TYPES
 
 
 def read_assistant_config(folder: str) -> AssistantConfig:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Self
 
-from outrider.errors import ContradictionError, InputError, InvalidParameterError
+from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError
 from outrider.propose.compositions import Auto, Composition, Then, named, parts_of
 from outrider.propose.draft_model import DraftModel
-from outrider.propose.settings import PLAIN, Method, SpeculationConfig
+from outrider.propose.settings import PLAIN, Method, SpeculationConfig, find
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def with_chain(methods: tuple[SpeculationConfig, ...]) -> tuple[SpeculationConfi
     """The usual methods, and where one is a draft model or a head, also the lookup with that behind it: what is looked up
     costs nothing, and where nothing is found the model drafts.
     """
-    if not any(each.name in (DraftModel.name, "mtp") for each in methods):
+    if not any(each.method is not None and each.method.grows_from_probabilities for each in methods):
         return methods
     return (*methods, SpeculationConfig(method=Then(methods=methods[::-1]), num_draft_tokens=methods[0].num_draft_tokens))
 
@@ -150,6 +151,20 @@ def _with_draft(config: SpeculationConfig, draft_model: str) -> SpeculationConfi
     return config.replace(method=method)
 
 
+def _drafter_at(source: str) -> Method:
+    """The method that drafts with what lies at a path: an assistant of Gemma 4, a published head, or a draft model."""
+    if not Path(source).exists():
+        return DraftModel(model=source)
+    from outrider.heads.assistant import is_assistant  # which imports torch
+    from outrider.heads.formats.published import method_at
+
+    try:
+        name = "gemma4_assistant" if is_assistant(source) else method_at(source)
+    except ModelError:
+        name = None  # it is told of when it is loaded
+    return DraftModel(model=source) if name is None else find(name).model_validate({"model": source})
+
+
 def with_draft_model(speculation: Any, draft_model: str | PathLike[str] | None) -> Any:
     """The settings with a draft model that was given beside them."""
     if draft_model is None:
@@ -160,7 +175,7 @@ def with_draft_model(speculation: Any, draft_model: str | PathLike[str] | None) 
     draft_model, config = fspath(draft_model), SpeculationConfig.of(speculation)
     method = config.method
     if isinstance(method, Auto | Composition) and not method.methods:
-        usual = usual_methods(DraftModel(model=draft_model), config.num_draft_tokens)
+        usual = usual_methods(_drafter_at(draft_model), config.num_draft_tokens)
         in_order = with_chain(usual) if isinstance(method, Auto) else usual[::-1]  # a lookup comes first
         return config.replace(method=method.replace(methods=in_order))
     if isinstance(method, DraftModel) and not method.nested:

@@ -56,6 +56,17 @@ def is_head(folder: str) -> bool:
     return form is not None and (form is not SAFEAILAB_EAGLE1 or "fc.weight" in list_tensors(folder))
 
 
+def method_at(path: str) -> str | None:
+    """The method of the head in a folder or a GGUF file; None where there is none."""
+    if is_gguf(path):
+        form = _format_of({ARCHITECTURE: Values(read_gguf(path)).architecture}, GGUF_FORMATS)
+    elif is_head(path):
+        form = _format_of(read_config(path))
+    else:
+        return None
+    return None if form is None else form.read(path, {} if is_gguf(path) else read_config(path)).method
+
+
 def read_head_config(folder: str) -> FeatureHeadConfig:
     """Reads what the head in a folder or a GGUF file says of itself, without its tensors."""
     return _read_config(folder)[0]
