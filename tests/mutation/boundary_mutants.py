@@ -384,8 +384,8 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "heads read the row before",
         "propose/row_heads.py",
-        "seen.aux_hidden_states[self._heads.config.layer][row]",
-        "seen.aux_hidden_states[self._heads.config.layer][row - 1]",
+        "seen.aux_hidden_states[self._layer][row]",
+        "seen.aux_hidden_states[self._layer][row - 1]",
         "heads_read_the_last_row",
     ),
     _mutant(
@@ -398,8 +398,8 @@ BOUNDARY_MUTANTS = (
     _mutant(
         "heads read what they saw first",
         "propose/row_heads.py",
-        "_Feature(last, hidden.clone())",
-        "_Feature(last, self._features.get(seen.sequence.seq_id, _Feature(0, hidden.clone())).hidden)",
+        "LastState(last, hidden.clone())",
+        "LastState(last, self._features.get(seen.sequence.seq_id, LastState(0, hidden.clone())).hidden)",
         "heads_read_the_last_row",
     ),
     _mutant(
