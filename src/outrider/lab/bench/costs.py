@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Self
 
 from torch import nn
@@ -19,9 +17,6 @@ from outrider.loading import hf_modules
 from outrider.model import memory
 from outrider.model.memory import PassTimer, is_mixture
 from outrider.model.runner import ModelRunner
-
-# --- Chooses the passes of a model that are timed, and summarises their times.
-
 
 #: The contexts of a full run.
 _FULL_CONTEXTS = (128, 1000, 1900)
@@ -116,22 +111,12 @@ def prefill(
         places: (tokens before the rows, rows) of each pass.
         arithmetic: What a pass computes. None where it cannot be counted.
     """
-    times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for turn in range(repeats + 1):
-        for start, rows in places:
-            timer.compute(start)
-            seconds = timer.seconds(start, rows, logits=False)
-            if turn:
-                times[start, rows].append(seconds)
-        on_round()
+    found = row_costs.median_seconds(timer, places, repeats, on_round, logits=False)
     return [
         PrefillResult(
-            start=start,
-            rows=rows,
-            seconds=median(times[start, rows]),
-            operations=arithmetic.operations(start, rows) if arithmetic else None,
+            start=start, rows=rows, seconds=seconds, operations=arithmetic.operations(start, rows) if arithmetic else None
         )
-        for start, rows in places
+        for (start, rows), seconds in found.items()
     ]
 
 

@@ -13,9 +13,6 @@ from outrider.lab.bench.results import CellResult, PrefillResult, Results, WayRe
 from outrider.lab.economics import Economics
 from outrider.lab.measure.figures import Spread
 
-# --- Plots as PNG and SVG: speedup, cost of rows, prefill, acceptance by position, throughput against batch.
-
-
 REMEDY = "pip install 'outrider[bench]'"
 #: The colours of the pages, which stay apart for colour-blind readers.
 PALETTE = ("#0b7a5a", "#a85000", "#5b49c0", "#1464a8", "#95327e", "#6d6100", "#33415c", "#b3261e")

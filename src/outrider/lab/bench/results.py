@@ -24,9 +24,6 @@ from outrider.lab.measure.figures import (
 from outrider.lab.measure.writing import SLACK, Contestant, Run, believed_rounds
 from outrider.results import RequestStats
 
-# --- The results: the figures of every way in every cell, and the costs of rows. They are kept as JSON from run to run.
-
-
 #: The tokens before the rows of passes in results that were kept before other contexts were measured.
 _EARLIER_CONTEXT = 128
 
@@ -257,7 +254,7 @@ PLAIN = "plain"
 
 
 def summarise(
-    contestants: Sequence[Contestant],
+    contestants: Sequence[Contestant[Run]],
     runs: Mapping[str, list[Run]],
     batch: int,
     model: ModelResult | None = None,
@@ -279,7 +276,7 @@ def summarise(
 
 
 def _summary(
-    contestant: Contestant,
+    contestant: Contestant[Run],
     runs: list[Run],
     plain: list[Run],
     batch: int,

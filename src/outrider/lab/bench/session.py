@@ -36,9 +36,6 @@ from outrider.propose.row_heads import FolderMethod
 from outrider.results import RequestStats
 from outrider.widen import cache_folder, stretched, wide_target
 
-# --- A whole run: for each precision the costs of rows, and then the cells of the plan. It stores results after each cell.
-
-
 _WARM_UP_TOKENS = 4
 #: KV memory, in tokens, for the draft behind a text.
 _DRAFT_TOKENS = 128
@@ -199,7 +196,7 @@ class Session:
 
     # -- a cell --------------------------------------------------------------------------------------------------------
 
-    def _contestants(self, cell: Cell, llm: LLM, peers: list[Peer]) -> list[Contestant]:
+    def _contestants(self, cell: Cell, llm: LLM, peers: list[Peer]) -> list[Contestant[Run]]:
         found = [ours(llm, self._carried(way), cell.temperature) for way in self.plan.ways_of(cell)]
         for peer in peers if cell.peers else ():
             modes = peer.modes(full=self._settings.full, batch=cell.batch)
@@ -213,15 +210,15 @@ class Session:
             return way
         return replace(way, config=way.config.replace(method=method.replace(model=wide_heads(method.model))))
 
-    def _measure(self, cell: Cell, contestants: list[Contestant], model: ModelResult, results: Results) -> CellResult:
+    def _measure(self, cell: Cell, contestants: list[Contestant[Run]], model: ModelResult, results: Results) -> CellResult:
         """Let every contestant write a few tokens to warm up, and then measure all rounds."""
         rounds = list(cell.rounds(self._texts[cell.workload]))
         dropouts: list[str] = []
 
-        def dropped(contestant: Contestant, error: OtherEngineError) -> None:
+        def dropped(contestant: Contestant[Run], error: OtherEngineError) -> None:
             dropouts.append(f"{contestant.name} dropped out of {cell.load}: {error.problem}")
 
-        def advance(_: Contestant) -> None:
+        def advance(_: Contestant[Run]) -> None:
             self._progress.advance()
 
         self._progress.expect(cell.load, len(contestants) * (1 + len(rounds)))
@@ -332,7 +329,7 @@ class Store:
 # --- Another engine as a contestant: one of its modes writes the texts of a round.
 
 
-def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant:
+def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant[Run]:
     """A contestant for one mode of a peer."""
 
     def generate(tasks: Sequence[EncodedTask]) -> Run:

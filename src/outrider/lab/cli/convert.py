@@ -134,7 +134,7 @@ def quantize(
     if not Path(model).is_dir():
         raise InvalidParameterError("model", model, "no such folder", "Give the folder of a checkpoint.")
     fmt = format_of(bits, group_size or None)
-    content = None if text is None else _read(text)
+    content = None if text is None else read_text(text)
     layers = rounded_layers(model)
     check_groups(fmt, layers)
     found = None if content is None else agreement_of_checkpoint(model, fmt, layers, content)
@@ -144,7 +144,8 @@ def quantize(
     )
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """What a file holds that an option names."""
     try:
         return path.read_text("utf-8")
     except (OSError, ValueError) as error:

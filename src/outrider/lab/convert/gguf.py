@@ -16,9 +16,6 @@ from outrider.lab.convert.gguf_vocabulary import WriteVocabulary, placeholders
 from outrider.loading.exclusive import exclusive_transformers
 from outrider.loading.gguf.rotary import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
 
-# --- Writes a checkpoint as a GGUF file, for engines that read no other format.
-
-
 #: The types in which weights may be stored, with their names in the gguf package.
 STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 

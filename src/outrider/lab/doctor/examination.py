@@ -18,7 +18,7 @@ from outrider.lab.doctor.pairing import examine_pairing
 from outrider.lab.doctor.verdict import Acceptance, Finding, Level, Situation, Terms, judge_acceptance, judge_speed
 from outrider.lab.measure.agreement import Rounding, measure_rounded_rows, measure_rounding
 from outrider.lab.measure.machine import LoadWatch
-from outrider.lab.measure.writing import AGAIN, EncodedTask, possible_speedup
+from outrider.lab.measure.writing import Contestant, EncodedTask, believed_rounds, interleave
 from outrider.lab.train.trainer import by_position
 from outrider.llm import LLM
 from outrider.loading.fit import available_bytes
@@ -204,8 +204,8 @@ class Examination:
         passes = self._passes(runner, "the target")
         passes_doubted = bool(self._doubts)
         self._progress("plain decoding")
-        self._write([self._short()], PLAIN)
-        speeds = [each.tokens_per_second for each in self._write(self._sample.rounds, PLAIN)]
+        self._round(PLAIN, self._short())
+        speeds = [self._round(PLAIN, tasks).tokens_per_second for tasks in self._sample.rounds]
         methods = tuple(self._method(config, passes) for config in members(self._asked))
         said = (str(watch.load()), tuple(self._doubts), passes_doubted)
         rounding = (self._rounded, self._rounding(), self._rounded_rows())
@@ -262,8 +262,8 @@ class Examination:
         """Returns what a method that can draft is worth."""
         own_passes = {} if own is None else self._passes(own, "the draft model")
         moved = shifts(self._llm.engine, [t.shortened(_SHIFT_TOKENS) for t in self._texts(_SHIFT_TEXTS)], config)
-        self._write([self._short()], config)
-        pairs = [self._pair(tasks, config, turn) for turn, tasks in enumerate(self._sample.rounds)]
+        self._round(config, self._short())
+        pairs = self._pairs(config)
         plain, drafted = _total([before for before, _ in pairs]), _total([after for _, after in pairs])
         ratios = self._believed(config.name, pairs)
         stats = drafted.stats
@@ -279,28 +279,21 @@ class Examination:
             config.name, config.num_draft_tokens, found, facts, own_passes, acceptance, terms, measured, ratios
         )
 
-    def _pair(self, tasks: Sequence[EncodedTask], config: SpeculationConfig, turn: int) -> tuple[Writing, Writing]:
-        """Writes the same texts plainly and with drafts, one after the other, so that a slow moment hits both. Every other
-        pair is in the opposite order, and one that cannot be true is measured again."""
-        engine, temperature = self._llm.engine, self._sample.temperature
-        found: dict[bool, Writing] = {}
-        for attempt in range(1 + AGAIN):
-            for drafts in (False, True) if (turn + attempt) % 2 == 0 else (True, False):
-                found[drafts] = write(engine, tasks, config if drafts else PLAIN, temperature)
-            if _is_possible(found[False], found[True]):
-                break
-        return found[False], found[True]
+    def _pairs(self, config: SpeculationConfig) -> list[tuple[Writing, Writing]]:
+        """The same texts written plainly and with drafts, round by round in turns."""
+        ways = {"plain": PLAIN, "drafts": config}
+        contestants = [Contestant(name, partial(self._round, way), plain=way is PLAIN) for name, way in ways.items()]
+        return list(zip(*interleave(self._sample.rounds, contestants).values(), strict=True))
+
+    def _round(self, config: SpeculationConfig, tasks: Sequence[EncodedTask]) -> Writing:
+        return write(self._llm.engine, tasks, config, self._sample.temperature)
 
     def _believed(self, name: str, pairs: Sequence[tuple[Writing, Writing]]) -> tuple[float, ...]:
         """The speedups that may be true; none where most may not, which is noted."""
-        good = [pair for pair in pairs if _is_possible(*pair)]
-        if 2 * len(good) < len(pairs):
+        good = believed_rounds([after for _, after in pairs], [before for before, _ in pairs])
+        if not good:
             self._doubts.append(f"{name} was disturbed: it seemed to gain more than its tokens a pass, which cannot be.")
-            return ()
-        return tuple(after.tokens_per_second / before.tokens_per_second for before, after in good)
-
-    def _write(self, rounds: Sequence[Sequence[EncodedTask]], config: SpeculationConfig) -> list[Writing]:
-        return [write(self._llm.engine, tasks, config, self._sample.temperature) for tasks in rounds]
+        return tuple(after.tokens_per_second / before.tokens_per_second for after, before in good)
 
     def _short(self) -> list[EncodedTask]:
         return [task.shortened(_WARM_UP_TOKENS) for task in self._sample.rounds[0]]
@@ -337,11 +330,6 @@ def members(asked: SpeculationConfig) -> Iterator[SpeculationConfig]:
         if part.method is not None and part not in found:
             found.append(part)
     yield from found
-
-
-def _is_possible(plain: Writing, drafted: Writing) -> bool:
-    """Tells whether drafts may have gained so much in the same texts."""
-    return possible_speedup(drafted.tokens_per_second / plain.tokens_per_second, drafted.tokens_per_pass)
 
 
 def _total(writings: Sequence[Writing]) -> Writing:

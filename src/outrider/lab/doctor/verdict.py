@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-# --- Interprets measurements: the predicted speedup, the term that limits it, and the remedy. Pure functions.
-
-
 #: A measured speedup below this gains nothing that could be told from chance.
 GAINS_FROM = 1.02
 #: Where a pass of the draft takes more than this share of a target pass, no acceptance that was ever measured pays well.

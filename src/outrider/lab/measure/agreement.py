@@ -20,9 +20,6 @@ from outrider.loading.exclusive import exclusive_transformers
 from outrider.model.batch import Segment
 from outrider.model.runner import ModelRunner
 
-# --- What rounding costs in quality: the perplexity of a text with it and without it, and how far the two laws agree.
-
-
 #: Tokens that are read together.
 WINDOW = 512
 #: Windows whose perplexity is taken. The laws of the first ones are compared, since those of all might not fit in memory.

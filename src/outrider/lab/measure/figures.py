@@ -12,9 +12,6 @@ from typing import Self
 
 from pydantic import BaseModel
 
-# --- Computes figures of speculation from counts and times. Pure functions.
-
-
 #: A text with a larger share of repeated 8-grams is in a loop. Its figures must not be a headline.
 LOOPS_ABOVE = 0.10
 

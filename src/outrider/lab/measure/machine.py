@@ -18,9 +18,6 @@ from outrider import __version__
 from outrider.kernels.library import kernel_library
 from outrider.model.memory import processor_name, synchronise
 
-# --- The machine: its hardware, how fast it reads memory, and how much memory is in use.
-
-
 _MIB = 2**20
 #: The rows and columns of the matrices whose product shows the peak of the arithmetic.
 PRODUCT_SIZE = 2048

@@ -19,9 +19,6 @@ from typing import Any
 
 from outrider.errors import InvalidParameterError
 
-# --- Workloads: built-in prompts, prompts and questions from files, and recorded texts to replay.
-
-
 #: The built-in workloads. Each has a file in the folder `workloads`.
 WORKLOADS = ("code_completion", "copy_editing", "summarisation", "passage_question", "json", "free_text")
 #: What the eight categories of MT-bench (Zheng and others, 2023) count as beside others, as Spec-Bench reports them.

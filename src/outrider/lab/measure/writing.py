@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -27,8 +27,6 @@ from outrider.params import SamplingParams, StreamPiece
 from outrider.prompts import PromptEncoder, encode_text
 from outrider.propose.compositions import parts_of
 from outrider.results import RequestStats
-
-# --- Writes a batch of texts with one configuration and measures the time.
 
 
 @dataclass(frozen=True)
@@ -237,17 +235,30 @@ def _edits(module: str) -> Iterator[Task]:
 # --- Contestants: the engines and settings that write the texts of a round, in turns.
 
 
+class Timed(Protocol):
+    """A turn that was measured: how fast it decoded, and the tokens that a text gained in a pass."""
+
+    @property
+    def tokens_per_second(self) -> float | None: ...
+
+    @property
+    def tokens_per_pass(self) -> float | None: ...
+
+
+T = TypeVar("T", bound=Timed)
+
+
 @dataclass(frozen=True)
-class Contestant:
+class Contestant(Generic[T]):
     """One way to write the texts of a round."""
 
     name: str  # the name in reports
-    write: Callable[[Sequence[Any]], Run]  # writes the texts of one round, from tasks or from encoded tasks
+    write: Callable[[Sequence[Any]], T]  # writes the texts of one round, from tasks or from encoded tasks
     peer: str | None = None  # the name of the peer to which it belongs. None for a way of our own.
     plain: bool = False  # whether it is our own plain decoding, against which the others are measured
 
 
-def ours(llm: LLM, way: DecodingConfig, temperature: float) -> Contestant:
+def ours(llm: LLM, way: DecodingConfig, temperature: float) -> Contestant[Run]:
     """A contestant for one of our own ways. Its proposers stay loaded from now on, with what their trees learn."""
     config = llm.resolve(way.config)
     for member in (part.method for each in config.candidates for part in parts_of(each)):
@@ -258,30 +269,29 @@ def ours(llm: LLM, way: DecodingConfig, temperature: float) -> Contestant:
 
 def interleave(
     rounds: Iterable[Sequence[Any]],
-    contestants: Sequence[Contestant],
-    on_turn: Callable[[Contestant], None] = lambda _: None,
-    on_dropout: Callable[[Contestant, OtherEngineError], None] = lambda *_: None,
-    who_goes_on: Callable[[Mapping[str, list[Run]]], Collection[str]] | None = None,
+    contestants: Sequence[Contestant[T]],
+    on_turn: Callable[[Contestant[T]], None] = lambda _: None,
+    on_dropout: Callable[[Contestant[T], OtherEngineError], None] = lambda *_: None,
+    who_goes_on: Callable[[Mapping[str, list[T]]], Collection[str]] | None = None,
     on_again: Callable[[int], None] = lambda _: None,
-) -> dict[str, list[Run]]:
+) -> dict[str, list[T]]:
     """The runs of each contestant, by its name.
 
     All contestants write the prompts of a round before the next round begins, so that a slow moment of the machine affects
     all of them. Every other round they write in the opposite order, so that a machine that becomes slower favours nobody. A
-    round in which one of our own ways was faster than it can be is measured again, and the last try counts.
+    round in which one of our own ways was faster than it can be is measured again, in the opposite order, and the last try
+    counts.
 
     Args:
         who_goes_on: Called after every round, and names the contestants of the next one; None for all. The others keep
             their runs, and where it names nobody there is no next round.
     """
     writing = {contestant.name for contestant in contestants}
-    runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
-    turns = 0
+    runs: dict[str, list[T]] = {contestant.name: [] for contestant in contestants}
 
-    def once(tasks: Sequence[Any]) -> dict[str, Run]:
-        nonlocal turns
-        found, turns = {}, turns + 1
-        for contestant in contestants if turns % 2 else reversed(contestants):
+    def once(tasks: Sequence[Any], turn: int) -> dict[str, T]:
+        found = {}
+        for contestant in reversed(contestants) if turn % 2 else contestants:
             if contestant.name not in runs or contestant.name not in writing:
                 continue
             try:
@@ -292,13 +302,13 @@ def interleave(
             on_turn(contestant)
         return found
 
-    for tasks in rounds:
-        found = once(tasks)
-        for _ in range(AGAIN):
+    for number, tasks in enumerate(rounds):
+        found = once(tasks, number)
+        for attempt in range(1, 1 + AGAIN):
             if _is_possible(found, contestants):
                 break
             on_again(len(writing & runs.keys()))
-            found = once(tasks)
+            found = once(tasks, number + attempt)
         for name, run in found.items():
             if name in runs:
                 runs[name].append(run)
@@ -309,7 +319,7 @@ def interleave(
     return runs
 
 
-def _is_possible(found: Mapping[str, Run], contestants: Sequence[Contestant]) -> bool:
+def _is_possible(found: Mapping[str, T], contestants: Sequence[Contestant[T]]) -> bool:
     """Tells whether each of our own ways may have been as fast as it was in a round."""
     plain = next((found[c.name] for c in contestants if c.plain and c.name in found), None)
     ours = [found[c.name] for c in contestants if c.peer is None and c.name in found]
@@ -374,19 +384,19 @@ def possible_speedup(speedup: float | None, tokens_per_pass: float | None) -> bo
     return speedup is None or tokens_per_pass is None or speedup <= SLACK * tokens_per_pass
 
 
-def possible_run(run: Run, plain: Run) -> bool:
+def possible_run(run: Timed, plain: Timed) -> bool:
     """Tells whether a run of our own may have been so much faster than a plain one in the same round."""
     return possible_speedup(speed_ratio(run, plain), run.tokens_per_pass)
 
 
-def speed_ratio(run: Run, plain: Run) -> float | None:
+def speed_ratio(run: Timed, plain: Timed) -> float | None:
     """Returns how much faster a run decoded than a plain one. None where one of the two speeds is not known."""
     if run.tokens_per_second is None or plain.tokens_per_second is None:
         return None
     return run.tokens_per_second / plain.tokens_per_second
 
 
-def believed_rounds(runs: Sequence[Run], plain: Sequence[Run]) -> list[tuple[Run, Run]]:
+def believed_rounds(runs: Sequence[T], plain: Sequence[T]) -> list[tuple[T, T]]:
     """The rounds of a way of our own that may be true, each with its plain run.
 
     Returns:

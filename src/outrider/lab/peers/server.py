@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +11,12 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 import torch
 from torch import Tensor
 
 from outrider.errors import EngineAnswerError
+from outrider.lab.peers.base import asked
 from outrider.lab.prove.running import Finding, Proof
 from outrider.lab.prove.sampled import SIGNIFICANCE, chi_square
 from outrider.loading.exclusive import exclusive_transformers
@@ -292,21 +290,11 @@ class CompletionsClient:
             return list(pool.map(one, prompts))
 
     def _send(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        root = self.url.rstrip("/").removesuffix("/v1")
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
         try:
-            with urlopen(Request(f"{root}/v1/{path}", data, headers), timeout=self.timeout) as answer:
+            with asked(self.url.rstrip("/").removesuffix("/v1"), path, body, self.timeout) as answer:
                 return json.load(answer)
-        except HTTPError as error:
-            said = error.read(500).decode("utf-8", "replace").strip()
-            raise EngineAnswerError(self.url, f"answers {error.code} on {path}: {said}", "See its log.") from error
-        except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
-            raise EngineAnswerError(
-                self.url, f"does not answer: {error}", "Is the server up, and the port right?"
-            ) from error
+        except (HTTPException, OSError) as error:
+            raise EngineAnswerError(self.url, f"does not answer: {error}", "Is the server up?") from error
         except ValueError as error:
             raise EngineAnswerError(self.url, "does not answer in JSON", "Is it an OpenAI-compatible server?") from error
 

@@ -18,8 +18,6 @@ import torch
 if TYPE_CHECKING:
     from rich.table import Table
 
-# --- Results of proofs, as values and as tables.
-
 
 @dataclass(frozen=True)
 class Finding:

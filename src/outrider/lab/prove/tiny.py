@@ -23,9 +23,6 @@ from outrider.llm import LLM
 from outrider.loading.exclusive import exclusive_transformers
 from outrider.propose.base import Proposer
 
-# --- Real checkpoints that are so small that every path through the engine can be walked.
-
-
 #: The text of the token that ends a text.
 END = "<end>"
 #: The texts of the tokens of `save_tiny_llama(..., speaks=True)`. The last one ends a text.

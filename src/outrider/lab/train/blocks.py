@@ -20,9 +20,6 @@ from outrider.lab.train.eagle import Design, OwnLayerSettings, published_design
 from outrider.lab.train.target import FrozenTarget, head_layers, layers_to_read
 from outrider.records import Manifest
 
-# --- Block drafters (DFlash, 2026) that are to be trained.
-
-
 #: Most layers of the target that it reads unless somebody says which.
 _MOST_READ = 5
 

@@ -37,9 +37,6 @@ from outrider.records import (
     write_shard,
 )
 
-# --- The target writes training data on prompts of the user, through the engine; a break costs one file at most.
-
-
 logger = logging.getLogger(__name__)
 
 #: Texts in a file. A run that is broken off writes those of its last file again.

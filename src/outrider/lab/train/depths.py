@@ -13,9 +13,6 @@ from outrider.lab.train.batches import Batch
 from outrider.lab.train.settings import Overlaps, divergence, overlap
 from outrider.records import Manifest, read_records
 
-# --- Draft tokens of several depths, compared with what the target says there.
-
-
 #: The loss that looks at all depths of a draft together.
 ACCEPTED_LENGTH = "accepted_length"
 #: Keeps the logarithm finite where two laws have nothing in common.

@@ -26,8 +26,6 @@ from outrider.loading.exclusive import exclusive_transformers
 from outrider.loading.loader import load_model
 from outrider.loading.sources import check_sources
 
-# --- A draft model learns its target's probabilities (DistillSpec, Zhou et al. 2023).
-
 
 class DistillSettings(Frozen):
     """Holds what is learnt, and on whose texts."""

@@ -22,9 +22,6 @@ from outrider.lab.train.settings import HeadLearning, LossName, Overlaps, Traine
 from outrider.lab.train.target import Features, FrozenTarget, head_layers, layers_to_read
 from outrider.records import Manifest
 
-# --- Heads that read the target's features learn to continue what it computed.
-
-
 _LOSSES = "Use forward_kl, reverse_kl, jsd, total_variation, cross_entropy or accepted_length."
 
 

@@ -31,9 +31,6 @@ from outrider.lab.train.target import FrozenTarget
 from outrider.loading.sources import WHOLE
 from outrider.records import Manifest
 
-# --- Layers for the prediction of several tokens (Gloeckle et al. 2024; DeepSeek-V3) that are to be trained.
-
-
 #: Standard deviation of the weights with which a new layer meets the embedding.
 _SPREAD = 0.02
 

@@ -14,7 +14,7 @@ from outrider.config import ActivationsName, DTypeName, default_model
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.files import write_text
 from outrider.lab.train import trainer as curves
-from outrider.lab.train.batches import TrainingData, load_data
+from outrider.lab.train.batches import load_data
 from outrider.lab.train.blocks import DflashSettings
 from outrider.lab.train.card import Outcome, write_card
 from outrider.lab.train.distill import DistilledDraft, DistillSettings, Shape, draft_to_begin_with
@@ -26,13 +26,8 @@ from outrider.lab.train.target import FrozenTarget, Teacher
 from outrider.lab.train.trainer import Judge, Trainer, Watcher, main_process_first, own_device
 from outrider.llm import LLM
 from outrider.model.memory import PassTimer
-from outrider.params import SamplingParams
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.records import Manifest, read_manifest
-from outrider.results import RequestStats
-
-# --- A whole training: from a target and a folder of data to a folder that loads as a method.
-
 
 #: What a folder says of the training that it comes from.
 TRAINING = "training.json"
@@ -122,16 +117,17 @@ def _train(
     plan = _plan(job, asked, manifest)
     with main_process_first():
         _open(job.out, plan)
-    verdict = _Engine(job, target, trainee, data) if job.settings.engine_prompts else None
-    trainer = Trainer(trainee, data, job.settings, job.out, target.vocab_size, verdict=verdict, watcher=watcher)
+    how = {"dtype": job.dtype, "activations": job.activations}
+    judge = Judge(target.name, how, trainee, data, job.settings) if job.settings.engine_prompts else None
+    trainer = Trainer(trainee, data, job.settings, job.out, target.vocab_size, judge=judge, watcher=watcher)
     try:
         progress = trainer.run()
         outcome = Outcome(target.name, trainee.facts(), manifest, job.settings, progress, None)
         if trainer.is_main:
-            outcome = _finish(job, plan, trainee, outcome, verdict)
+            outcome = _finish(job, plan, trainee, outcome, judge)
     finally:
-        if verdict is not None:
-            verdict.close()
+        if judge is not None:
+            judge.close()
     return outcome
 
 
@@ -148,11 +144,11 @@ def _check_length(length: int, trainee: Trainee) -> None:
         raise InvalidParameterError("length", length, problem, f"Use {trainee.reach + 1} or more; some hundred are usual.")
 
 
-def _finish(job: Job, plan: dict[str, Any], trainee: Trainee, outcome: Outcome, verdict: _Engine | None) -> Outcome:
+def _finish(job: Job, plan: dict[str, Any], trainee: Trainee, outcome: Outcome, judge: Judge | None) -> Outcome:
     """Write the result; what says that it is one comes last."""
     trainee.save(job.out)
-    if verdict is not None:
-        outcome = outcome.judged(verdict(job.out))
+    if judge is not None:
+        outcome = outcome.judged(judge(job.out))
     curves.draw(job.out, outcome.progress.measurements, f"{outcome.facts['kind']} for {outcome.target_title}")
     write_card(job.out, outcome, trainee.speculation(job.out))
     write_text(job.out / TRAINING, json.dumps({**plan, "result": outcome.figures()}, indent=1) + "\n")
@@ -194,45 +190,6 @@ def _check_same(out: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
             if before != json.loads(json.dumps(value)):
                 problem = f"the training in {out} was begun with {before!r}"
                 raise ContradictionError(name, value, problem, "Use the same settings, or a new folder.")
-
-
-class _Engine:
-    """The engine beside the training, loaded when it is first asked."""
-
-    def __init__(self, job: Job, target: FrozenTarget, trainee: Trainee, data: TrainingData) -> None:
-        self._job = job
-        self._target = target
-        self._trainee = trainee
-        self._data = data
-        self._judge: Judge | None = None
-
-    def __call__(self, folder: Path) -> RequestStats:
-        if self._judge is None:
-            self._judge = self._load()
-        return self._judge.judge(self._trainee.speculation(folder))
-
-    def close(self) -> None:
-        if self._judge is not None:
-            self._judge.close()
-
-    def _load(self) -> Judge:
-        settings, texts = self._job.settings, self._data.manifest.settings
-        params = SamplingParams(
-            max_tokens=settings.engine_tokens,
-            temperature=texts.temperature,
-            top_k=texts.top_k,
-            top_p=texts.top_p,
-            ignore_eos=True,
-        )
-        return Judge(
-            self._target.name,
-            self._job.dtype,
-            self._job.activations,
-            self._data.held_out,
-            settings.engine_prompts,
-            params,
-            settings.num_draft_tokens,
-        )
 
 
 # --- The heads that can be trained, by the name of their method.

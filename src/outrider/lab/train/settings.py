@@ -17,9 +17,6 @@ from outrider.lab.train.batches import Batch
 from outrider.lab.train.target import FrozenTarget
 from outrider.records import Manifest
 
-# --- Settings of a training; the same for every method.
-
-
 TeacherSource = Literal["forward", "hidden_states", "top_k"]
 Precision = Literal["bf16", "fp32"]
 #: What PyTorch calls products of bf16 in the processors that have them.

@@ -18,8 +18,6 @@ from outrider.loading.sources import check_sources
 from outrider.model.hf import final_norm, noting_layers, only_head
 from outrider.records import TOP_LOGITS, TOP_TOKENS, Manifest, check_witness, hidden_name
 
-# --- The target as a teacher: a stock model of transformers, frozen, whose logits and hidden states are learnt from.
-
 
 class FrozenTarget:
     """A stock model that is not trained. The engine's own weights are packed, so it is loaded once more for this.

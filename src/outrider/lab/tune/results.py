@@ -13,9 +13,6 @@ from pydantic import BaseModel, ConfigDict
 from outrider.lab.measure.figures import Spread
 from outrider.propose.settings import PLAIN
 
-# --- Results of a tuning: predicted and measured figures, and the recommendation.
-
-
 #: A way must be expected to gain at least this factor over plain decoding to be recommended.
 PAYS_FROM = 1.02
 

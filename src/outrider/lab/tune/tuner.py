@@ -28,9 +28,6 @@ from outrider.propose.compositions import Composition
 from outrider.propose.draft_model import DraftModelProposer
 from outrider.propose.settings import SpeculationConfig
 
-# --- A whole tuning: replay the traffic, predict from what was written, recommend.
-
-
 _WARM_UP_TOKENS = 4
 #: Rounds that every way writes at least.
 _LEAST_ROUNDS = 3
