@@ -60,7 +60,9 @@ def _advice(group: str, cells: Sequence[CellResult]) -> Advice:
     outcome = _outcome(best, looping=len(silent) < len(names)) if names else Outcome.ABSENT
     if best is None and disturbed:
         outcome = Outcome.DISTURBED
-    sentences = [_said(outcome, best, cells), _left_out(cells) if best else "", _silent(silent), _disturbed(disturbed)]
+    never = f"Never drafted: {', '.join(silent)}." if silent else ""
+    doubted = f"Not believed, since other work disturbed it: {', '.join(disturbed)}." if disturbed else ""
+    sentences = [_said(outcome, best, cells), _left_out(cells) if best else "", never, doubted]
     chosen = best.name if best and (best.pays or best.speedup.median >= 1.0) else "plain"
     unknown = (Outcome.LOOPS, Outcome.ABSENT, Outcome.DISTURBED)
     recipe = None if outcome in unknown else _recipe(chosen, cells)
@@ -94,11 +96,7 @@ def _candidate(name: str, cells: Sequence[CellResult]) -> _Candidate | None:
 
 
 def _outcome(best: _Candidate | None, *, looping: bool) -> Outcome:
-    """Returns what to recommend.
-
-    Args:
-        best: The best way whose figures count. None where there is none.
-    """
+    """Returns what to recommend of the best way whose figures count; None where there is none."""
     if best is None:
         return Outcome.LOOPS if looping else Outcome.PLAIN
     if best.pays:
@@ -134,14 +132,6 @@ def _left_out(cells: Sequence[CellResult]) -> str:
     """A sentence about the texts that do not count."""
     looping = [found.cell.workload for found in cells if any(found.flatters(way) for way in found.ways)]
     return f"Not counted, since the greedy text repeats itself: {', '.join(looping)}." if looping else ""
-
-
-def _silent(names: Sequence[str]) -> str:
-    return f"Never drafted: {', '.join(names)}." if names else ""
-
-
-def _disturbed(names: Sequence[str]) -> str:
-    return f"Not believed, since other work disturbed it: {', '.join(names)}." if names else ""
 
 
 def _recipe(name: str, cells: Sequence[CellResult]) -> Recipe | None:

@@ -36,11 +36,7 @@ AS_SERVED = "as served"
 
 
 class ClientSession:
-    """One run against one server.
-
-    Attributes:
-        measured: The cells of this run, in their order.
-    """
+    """One run against one server. `measured` holds its cells, in their order."""
 
     def __init__(self, settings: BenchSettings, progress: Progress | None = None) -> None:
         assert settings.bench_client is not None
@@ -52,11 +48,7 @@ class ClientSession:
         self.measured: list[CellResult] = []
 
     def run(self) -> Results:
-        """Measure every cell.
-
-        Returns:
-            The results of this run. They replace what `out` held.
-        """
+        """Measure every cell. The results of this run replace what `out` held."""
         store, results = Store(self._settings.out), Results(machine=machine.describe(usable_device(None)))
         model = self._settings.model or self._first_model()
         ways = self._requested(model)

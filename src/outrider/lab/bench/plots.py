@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outrider.lab.bench.plan import Cell
 from outrider.lab.bench.results import CellResult, PrefillResult, Results, WayResult
 from outrider.lab.economics import Economics
 from outrider.lab.measure.figures import Spread
@@ -204,7 +203,7 @@ def acceptance(results: Results) -> Any | None:
             _tell(panel, {len(curve): curve[-1]}, "{:.2f}")
         panel.set(ylabel="accepted", xlabel="position", ylim=(0, 1.03))
         panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.set_title(_load(result.cell), fontsize=9)
+        panel.set_title(result.cell.load.removesuffix(", batch 1"), fontsize=9)
         panel.legend(frameon=False, fontsize=7, ncols=2)
     figure.suptitle("Acceptance by position in the draft, given that those before it stood", fontsize=11)
     return figure
@@ -253,10 +252,6 @@ def throughput(results: Results) -> Any | None:
         panel.set_title(title, fontsize=9)
         panel.legend(frameon=False, fontsize=8)
     return figure
-
-
-def _load(cell: Cell) -> str:
-    return cell.load.removesuffix(", batch 1")
 
 
 # --- Plots the predicted value of drafts of every length, for `outrider plan`.

@@ -261,12 +261,8 @@ def summarise(
     bandwidth: float | None = None,
     context: float = 0.0,
 ) -> list[WayResult]:
-    """The figures of every contestant. Speedups are over our plain decoding in the same round, where it takes part.
-
-    Args:
-        model: The costs of the target. None where they are not known.
-        bandwidth: The bytes per second that the machine reads.
-    """
+    """The figures of every contestant. Speedups are over our plain decoding in the same round, where it takes part. The
+    costs of the target and the bytes per second that the machine reads are None where they are not known."""
     plain = runs.get(PLAIN, [])
     found = [_summary(c, runs[c.name], plain, batch, model, bandwidth) for c in contestants if c.name in runs]
     if model is not None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,9 +25,10 @@ from outrider.lab.measure.decoding_config import DecodingConfig, precision, roun
 from outrider.lab.measure.figures import Progress
 from outrider.lab.measure.machine import LoadWatch
 from outrider.lab.measure.widen_heads import wide_heads
-from outrider.lab.measure.writing import AGAIN, Contestant, EncodedTask, Run, encoded_tasks, interleave, ours
+from outrider.lab.measure.writing import AGAIN, Contestant, EncodedTask, Run, encoded_tasks, interleave, mean_length, ours
 from outrider.lab.peers.base import Peer, PeerMode, PeerModels, PeerRun
 from outrider.lab.peers.known import open_peer
+from outrider.lab.prove.running import threads
 from outrider.llm import LLM
 from outrider.loading.configuration import read_context
 from outrider.loading.sources import check_sources, usable_device
@@ -46,12 +46,7 @@ _PRODUCT_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Session:
-    """One run of the benchmark.
-
-    Attributes:
-        plan: What will be measured.
-        measured: The cells of this run, in the order of the plan.
-    """
+    """One run of the benchmark: the plan of what is measured, and the cells that were, in the order of the plan."""
 
     def __init__(self, settings: BenchSettings, progress: Progress | None = None) -> None:
         check_sources(model=settings.model, draft_model=settings.draft_model)
@@ -73,13 +68,10 @@ class Session:
         self.measured: list[CellResult] = []
 
     def run(self) -> Results:
-        """Measure every cell of the plan. A full run measures only those that are missing in its folder.
-
-        Returns:
-            All results in the folder, or those of this run where there is no folder.
-        """
+        """Measure every cell of the plan. A full run measures only those that are missing in its folder, and returns all
+        results there; without a folder the results are those of this run."""
         settings, store, watch = self._settings, Store(self._settings.out), LoadWatch()
-        with _threads(settings.num_threads):
+        with threads(settings.num_threads):
             device = usable_device(settings.device)
             results = store.open(machine.describe(device))
             if results.bandwidth is None or not results.products or not settings.full:
@@ -235,7 +227,9 @@ class Session:
         else:
             if reads_too_fast(runs, cell.batch, model, results.bandwidth):
                 results.note("plain decoding seemed to read weights faster than torch reads memory, so no share is told")
-        ways = summarise(ready, runs, cell.batch, model, results.bandwidth, _mean_length(rounds))
+        ways = summarise(
+            ready, runs, cell.batch, model, results.bandwidth, mean_length([task for tasks in rounds for task in tasks])
+        )
         greedy = cell.sampling == "greedy"
         recipes = {way.name: way.recipe(cell.model, cell.dtype, greedy=greedy) for way in self.plan.ways_of(cell)}
         return CellResult(cell=cell, ways=ways, dropouts=dropouts, recipes=recipes)
@@ -256,32 +250,12 @@ def _positions(settings: BenchSettings, context: int) -> int | None:
     return 1 << (needed - 1).bit_length() if needed > context else None
 
 
-def _mean_length(rounds: list[list[EncodedTask]]) -> float:
-    """The mean length of the texts while they are written."""
-    return fmean(len(task.prompt_ids) + task.max_tokens / 2 for tasks in rounds for task in tasks)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Let torch compute with this number of threads within the block."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # --- Keeps results in a folder from run to run.
 
 
 class Store:
-    """Results in a folder. They are written after every cell, so that an interrupted run loses at most one cell.
-
-    Args:
-        folder: The folder. None keeps nothing.
-    """
+    """Results in a folder, or nowhere. They are written after every cell, so that an interrupted run loses at most one
+    cell."""
 
     NAME = "results.json"
 

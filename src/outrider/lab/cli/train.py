@@ -17,10 +17,9 @@ import typer
 from outrider.cli import options
 from outrider.cli.flags import option, with_options
 from outrider.errors import InvalidParameterError, MissingExtraError
+from outrider.lab.cli.progress import shown_progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from outrider.lab.train.card import Outcome
     from outrider.lab.train.run import Job, Size
     from outrider.lab.train.trainer import Watcher
@@ -43,8 +42,7 @@ class Training:
         str | None, typer.Option(help="Folder or hub id; without one, the target that the manifest of the data names.")
     ] = None
     loss: Annotated[
-        str,
-        typer.Option(help="forward_kl, reverse_kl, jsd, total_variation, cross_entropy; some take accepted_length."),
+        str, typer.Option(help="forward_kl, reverse_kl, jsd, total_variation, cross_entropy; some take accepted_length.")
     ] = "forward_kl"
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000
     batch_size: Annotated[int, typer.Option(help="Texts in a batch, on each device.")] = 16
@@ -134,7 +132,7 @@ def data(
     settings = DataSettings(**{**asked, "hidden_states": tuple(hidden_states or ())})
     sources = read_sources(prompts, without=out)
     console = Console(stderr=True, highlight=False)
-    with bar_of(console) as bar:
+    with shown_progress(console) as progress:
         found = collect(
             sources,
             out,
@@ -142,7 +140,7 @@ def data(
             target=target,
             **loading,
             limit=limit,
-            on_progress=lambda done, total: bar("texts", done, total),
+            on_progress=lambda done, total: progress.tell("texts", done, total),
             on_size=lambda size: console.print(f"up to {size / 2**20:,.1f} MiB will be added to {out}", soft_wrap=True),
         )
     for where, why in found.refused[:5]:
@@ -368,26 +366,6 @@ def show(outcome: Outcome, out: Path, *, as_json: bool) -> None:
 
 
 @contextmanager
-def bar_of(console: Console) -> Iterator[Any]:
-    """A bar with the time that is left, on a terminal, and a line every half minute elsewhere.
-
-    What it yields is called with (what, done, total)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from outrider.lab.cli.progress import Heartbeat
-
-    if not console.is_terminal:
-        with Heartbeat(lambda line: console.print(line, markup=False, soft_wrap=True)) as heartbeat:
-            yield heartbeat.tell
-        return
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("loading", total=None)
-        yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
-
-
-@contextmanager
 def watching(steps: int) -> Iterator[Watcher]:
     """A watcher that shows a bar, and a line for each measurement, on the error stream."""
     from rich.console import Console
@@ -395,14 +373,14 @@ def watching(steps: int) -> Iterator[Watcher]:
     from outrider.lab.train.trainer import Watcher
 
     console = Console(stderr=True, highlight=False)
-    with bar_of(console) as bar:
+    with shown_progress(console) as progress:
 
         class Shown(Watcher):
             done = 0
 
             def on_step(self, step: int, loss: float) -> None:
                 self.done += 1
-                bar(f"step {step}, loss {loss:.3f}", max(self.done, step), steps)
+                progress.tell(f"step {step}, loss {loss:.3f}", max(self.done, step), steps)
 
             def on_measurement(self, measurement: Any) -> None:
                 shares = " ".join(f"{share:.3f}" for share in measurement.acceptance)

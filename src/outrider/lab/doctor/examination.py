@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from statistics import fmean, median
+from statistics import median
 from typing import Any
-
-import torch
 
 from outrider.errors import ModelError, ProposerError
 from outrider.govern.costs import Curve
@@ -18,7 +16,7 @@ from outrider.lab.doctor.pairing import examine_pairing
 from outrider.lab.doctor.verdict import Acceptance, Finding, Level, Situation, Terms, judge_acceptance, judge_speed
 from outrider.lab.measure.agreement import Rounding, measure_rounded_rows, measure_rounding
 from outrider.lab.measure.machine import LoadWatch
-from outrider.lab.measure.writing import Contestant, EncodedTask, believed_rounds, interleave
+from outrider.lab.measure.writing import Contestant, EncodedTask, believed_rounds, interleave, mean_length
 from outrider.lab.train.trainer import by_position
 from outrider.llm import LLM
 from outrider.loading.fit import available_bytes
@@ -62,14 +60,14 @@ class ModelFacts:
 
 def model_facts(runner: ModelRunner) -> ModelFacts:
     """The facts of the model of a runner."""
-    loaded, blocks = runner.loaded, runner.blocks
+    loaded, blocks, device = runner.loaded, runner.blocks, runner.loaded.device
     context = loaded.max_model_len
     lengths = sorted({*(n for n in LENGTHS if n < context), context})
     return ModelFacts(
         name=loaded.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
         arithmetic=loaded.arithmetic,
-        device=_shown(loaded.device),
+        device=f"{device_name(device)} ({device})" if device.type == "cuda" else str(device),
         backend=runner.backend.name,
         kernels=runner.backend.instruction_set(loaded.model),
         invariant=runner.invariant,
@@ -81,10 +79,6 @@ def model_facts(runner: ModelRunner) -> ModelFacts:
         text_bytes=runner.text_bytes,
         kernels_problem=kernels_problem(),
     )
-
-
-def _shown(device: torch.device) -> str:
-    return f"{device_name(device)} ({device})" if device.type == "cuda" else str(device)
 
 
 # --- Runs an examination: files first, then the loaded models, then measured texts.
@@ -172,7 +166,7 @@ class Sample:
     @property
     def context(self) -> int:
         """The mean length of the texts while they are written."""
-        return int(fmean(len(task.prompt_ids) + task.max_tokens / 2 for tasks in self.rounds for task in tasks))
+        return int(mean_length([task for tasks in self.rounds for task in tasks]))
 
 
 class Examination:
@@ -232,10 +226,10 @@ class Examination:
 
     def _passes(self, runner: ModelRunner, whose: str) -> dict[int, float]:
         """The times of passes. Where they cannot be believed, this is noted."""
-        found = pass_seconds(runner, self._sample.context)
-        if found.doubt is not None:
-            self._doubts.append(f"The times of passes of {whose} were disturbed: {found.doubt}.")
-        return found.seconds
+        found, doubt = pass_seconds(runner, self._sample.context)
+        if doubt is not None:
+            self._doubts.append(f"The times of passes of {whose} were disturbed: {doubt}.")
+        return found
 
     def _method(self, config: SpeculationConfig, passes: dict[int, float]) -> MethodReport:
         name, length = config.name, config.num_draft_tokens

@@ -29,11 +29,8 @@ class Pairing:
 
 
 def examine_pairing(target: str, draft: str, method: str, sample: str) -> Pairing:
-    """Compare vocabularies, chat templates and contexts.
-
-    Args:
-        method: "draft_model" needs the same tokens, "cross_vocabulary" does not.
-    """
+    """Compare vocabularies, chat templates and contexts. The method "draft_model" needs the same tokens, and
+    "cross_vocabulary" does not."""
     check_sources(draft_model=draft)
     ours = given_tokenizer(target)
     try:

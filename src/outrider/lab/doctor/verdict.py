@@ -119,11 +119,8 @@ def _usual(method: str) -> str:
 
 
 def judge_speed(measured: float | None, terms: Terms, situation: Situation, *, acceptance: Level) -> Finding:
-    """Tells whether speculation gains, which term limits it most, and the remedy.
-
-    Args:
-        measured: The speedup over plain decoding. None where other work disturbed it, so that it is not known.
-    """
+    """Tells whether speculation gains, which term limits it most, and the remedy. The measured speedup is None where other
+    work disturbed it, so that it is not known."""
     if measured is None:
         text = f"{situation.method} seemed faster than it can be: other work disturbed it, and its speed is not known."
         return Finding("speed", Level.NOTE, text, "Measure again when the machine is at rest.")

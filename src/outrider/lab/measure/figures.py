@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import ceil
 from statistics import median
+from time import perf_counter
 from typing import Self
 
 from pydantic import BaseModel
@@ -54,14 +54,8 @@ def repeated_8grams(token_ids: Sequence[int]) -> float:
 
 
 def row_cost_ratio(seconds: Mapping[int, float], num_rows: float, base_rows: int = 1) -> float | None:
-    """C = T(num_rows) / T(base_rows), interpolated linearly between measured passes.
-
-    Args:
-        seconds: The seconds of a pass by its number of rows.
-
-    Returns:
-        None outside the measured range.
-    """
+    """C = T(num_rows) / T(base_rows), interpolated linearly between measured passes, whose seconds are given by their
+    number of rows. It is None outside the measured range."""
     top, bottom = _between(seconds, num_rows), _between(seconds, base_rows)
     return None if top is None or bottom is None else top / bottom
 
@@ -78,15 +72,62 @@ def _between(seconds: Mapping[int, float], rows: float) -> float | None:
     return seconds[lower] + (seconds[upper] - seconds[lower]) * (rows - lower) / (upper - lower)
 
 
-# --- Callbacks that show how far a long measurement is.
+# --- Tells how far a long measurement is.
 
 
-@dataclass(frozen=True)
 class Progress:
-    """The callbacks that show how far a run is."""
+    """Counts turns, and says how long those take that are left, if they go on to take as long as they did on average.
 
-    # Called with the name of what comes next and its number of turns.
-    expect: Callable[[str, int], None] = lambda what, turns: None
-    advance: Callable[[], None] = lambda: None  # called after each turn
-    # Called with how many turns there are more than was expected, or fewer.
-    change: Callable[[int], None] = lambda turns: None
+    Between two turns the time that is left runs down, and where a turn takes longer than those before it grows again. A
+    display shows it by a subclass; this class shows nothing.
+    """
+
+    def __init__(self) -> None:
+        self.what, self.done, self.total = "loading", 0, 0
+        self._begun = self._last = perf_counter()
+        self._first = 0
+
+    def shown(self, *, begun: bool = False) -> None:
+        """Called when something has changed; `begun` says that other turns than before are counted."""
+
+    def expect(self, what: str, total: int, done: int = 0) -> None:
+        """So many turns of this come next, of which some may be done."""
+        self.what, self.done, self.total = what, done, total
+        self._begun = self._last = perf_counter()
+        self._first = done
+        self.shown(begun=True)
+
+    def reach(self, done: int) -> None:
+        """So many turns are done."""
+        self.done, self._last = done, perf_counter()
+        self.shown()
+
+    def advance(self) -> None:
+        """A turn is done."""
+        self.reach(self.done + 1)
+
+    def change(self, turns: int) -> None:
+        """There are so many turns more than was expected, or fewer."""
+        self.total += turns
+        self.shown()
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """So much of it is done; the first call says where it began."""
+        if not self.total:
+            self.expect(what, total, done)
+        self.what, self.total = what, total
+        self.reach(done)
+
+    def left(self) -> float | None:
+        """Seconds; None where nothing is known of them."""
+        turns, rest = self.done - self._first, self.total - self.done
+        if turns <= 0 or rest <= 0:
+            return None
+        now, mean = perf_counter(), (self._last - self._begun) / turns
+        waited = now - self._last
+        return mean * rest - waited if waited <= mean else (now - self._begun) / (turns + 1) * (rest - 1)
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

@@ -42,10 +42,7 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: 
     """The most bytes per second that torch's threads read from memory.
 
     The buffer is too large for any cache. The reductions are those that come closest to the limit of the machine; a product
-    with a vector reads a third less.
-
-    Args:
-        num_bytes: The size of the buffer. None takes several times the size of the largest cache.
+    with a vector reads a third less. Without a size the buffer is several times as large as the largest cache.
     """
     num_bytes = num_bytes or (1024 * _MIB if device.type == "cuda" else max(256 * _MIB, 6 * _largest_cache()))
     buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64, device=device)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
+from statistics import fmean
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -42,6 +43,11 @@ class EncodedTask:
         """Returns the same task with fewer output tokens, for warming up."""
         answer = None if self.answer_ids is None else self.answer_ids[:max_tokens]
         return replace(self, max_tokens=min(max_tokens, self.max_tokens), answer_ids=answer)
+
+
+def mean_length(tasks: Sequence[EncodedTask]) -> float:
+    """The mean length of texts while they are written."""
+    return fmean(len(task.prompt_ids) + task.max_tokens / 2 for task in tasks)
 
 
 @dataclass(frozen=True)
@@ -185,11 +191,7 @@ _LEAST, _MOST = 350, 700
 
 
 class Replay:
-    """A logits processor that makes a recorded text the target's choice. Every other token becomes far less likely.
-
-    Args:
-        answer: The tokens of the text.
-    """
+    """A logits processor that makes a recorded text the target's choice. Every other token becomes far less likely."""
 
     def __init__(self, num_prompt_tokens: int, answer: tuple[int, ...]) -> None:
         self._start, self._answer = num_prompt_tokens, answer
@@ -280,11 +282,8 @@ def interleave(
     All contestants write the prompts of a round before the next round begins, so that a slow moment of the machine affects
     all of them. Every other round they write in the opposite order, so that a machine that becomes slower favours nobody. A
     round in which one of our own ways was faster than it can be is measured again, in the opposite order, and the last try
-    counts.
-
-    Args:
-        who_goes_on: Called after every round, and names the contestants of the next one; None for all. The others keep
-            their runs, and where it names nobody there is no next round.
+    counts. After every round `who_goes_on` names the contestants of the next one. The others keep their runs, and where it
+    names nobody there is no next round.
     """
     writing = {contestant.name for contestant in contestants}
     runs: dict[str, list[T]] = {contestant.name: [] for contestant in contestants}
@@ -332,11 +331,8 @@ def _is_possible(found: Mapping[str, T], contestants: Sequence[Contestant[T]]) -
 def encoded_tasks(
     model: str, limit: int, tasks: Mapping[str, Sequence[Task]], max_tokens: int
 ) -> dict[str, list[EncodedTask]]:
-    """The tasks of each workload in the tokens of a model. Questions go through its chat template, if it has one.
-
-    Args:
-        limit: The most tokens of a text, with its prompt.
-    """
+    """The tasks of each workload in the tokens of a model. Questions go through its chat template, if it has one. A text
+    has `limit` tokens at most, with its prompt."""
     encoder = PromptEncoder(read_tokenizer(ModelConfig(model=model)), model)
     return {name: [_encoded(task, encoder, limit, max_tokens) for task in found] for name, found in tasks.items()}
 
@@ -375,11 +371,8 @@ _NOTICEABLE = 8
 def possible_speedup(speedup: float | None, tokens_per_pass: float | None) -> bool:
     """Tells whether a way to draft may have been so much faster than plain decoding.
 
-    A pass with drafts takes at least the time of one without. So nothing is faster by more than its tokens a pass.
-
-    Args:
-        speedup: Over plain decoding. None where it is not known.
-        tokens_per_pass: The tokens that a text gained in a pass. None where they are not known.
+    A pass with drafts takes at least the time of one without. So nothing is faster by more than its tokens a pass. What is
+    not known is None.
     """
     return speedup is None or tokens_per_pass is None or speedup <= SLACK * tokens_per_pass
 
@@ -397,11 +390,8 @@ def speed_ratio(run: Timed, plain: Timed) -> float | None:
 
 
 def believed_rounds(runs: Sequence[T], plain: Sequence[T]) -> list[tuple[T, T]]:
-    """The rounds of a way of our own that may be true, each with its plain run.
-
-    Returns:
-        Nothing where more than half of the rounds cannot be true: then the others cannot be trusted either.
-    """
+    """The rounds of a way of our own that may be true, each with its plain run. There are none where more than half of the
+    rounds cannot be true: then the others cannot be trusted either."""
     rounds = list(zip(runs, plain, strict=True))
     good = [pair for pair in rounds if possible_run(*pair)]
     return good if 2 * len(good) >= len(rounds) else []
@@ -414,11 +404,7 @@ def believed_speedup(runs: Sequence[Run], plain: Sequence[Run]) -> Spread | None
 
 
 def doubt_about_rows(seconds: Mapping[int, float], load: Load, *, on_processor: bool) -> str | None:
-    """Why the times of passes by their rows cannot be believed. None where they can.
-
-    Args:
-        seconds: The seconds of a pass by its number of rows.
-    """
+    """Why the seconds of passes by their number of rows cannot be believed. None where they can."""
     one = seconds.get(1)
     if one is None:
         return None

@@ -7,7 +7,7 @@ one with teacher-forced forward passes. transformers turns logits into float32, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -112,11 +112,8 @@ CALLS = (
 
 
 class AssistedGeneration:
-    """The installed transformers.
-
-    Args:
-        calls: The calls to prove. None takes `CALLS`, or `QUICK_CALLS` where a quick run is asked for.
-    """
+    """The installed transformers. Without calls of its own it proves `CALLS`, or `QUICK_CALLS` where a quick run is asked
+    for."""
 
     def __init__(self, folder: Path, calls: Sequence[Call] | None = None) -> None:
         import transformers
@@ -131,7 +128,7 @@ class AssistedGeneration:
         return [*self._distribution_proofs(calls, 2 if quick else 3), *self._text_proofs(calls, 12 if quick else 24)]
 
     def _distribution_proofs(self, calls: Sequence[Call], length: int) -> Iterator[Proof]:
-        for params in _distinct(call.params for call in calls):
+        for params in {repr(sorted(call.params.items(), key=str)): call.params for call in calls}.values():
             if params.keys() <= _TEACHABLE:
                 yield (
                     f"joint distribution, plain: {Call({}, params=params).name or 'no arguments'}",
@@ -141,7 +138,7 @@ class AssistedGeneration:
             yield f"joint distribution: {call.name}", partial(self.prove_distribution, call, length)
 
     def _text_proofs(self, calls: Sequence[Call], length: int) -> Iterator[Proof]:
-        for call in _first(call.greedy for call in calls):
+        for call in {each.name: each for each in (call.greedy for call in calls)}.values():
             yield f"greedy text: {call.name}", partial(self.prove_greedy, call, length)
         seeded = {str(call.speculation): call for call in reversed(calls) if not call.params and not call.lossy_by_design}
         for call in reversed(seeded.values()):
@@ -309,15 +306,6 @@ def _tokenizer(name: str) -> Any:
 
 #: Prompts in which a lookup finds something, and about which the draft model and the target disagree.
 _PROMPTS = tuple(tuple((3 * i * i + i * j + j) % 3 for i in range(4 + j)) for j in range(8))
-
-
-def _first(calls: Iterable[Call]) -> list[Call]:
-    """The calls without those whose name came before."""
-    return list({call.name: call for call in calls}.values())
-
-
-def _distinct(params: Iterator[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return list({repr(sorted(p.items(), key=str)): p for p in params}.values())
 
 
 def _distance(found: Distribution, reference: Mapping[Any, float], length: int) -> Finding:

@@ -151,9 +151,6 @@ class Peer(ABC):
         """Write exactly `max_tokens` tokens behind each prompt, all in one batch.
 
         Before the first texts of a mode, and when the number of texts changes, short ones are written that do not count.
-
-        Args:
-            prompts: The tokens of each prompt, at least one.
         """
         request = PeerRequest(mode, tuple(map(tuple, prompts)), max_tokens, temperature, seed)
         self._check(request)
@@ -274,11 +271,7 @@ class Worker:
         return self._process is not None and self._process.is_alive()
 
     def ask(self, request: PeerRequest, deadline: float) -> PeerRun:
-        """The answer to a request.
-
-        Args:
-            deadline: The seconds after which the process is ended.
-        """
+        """The answer to a request. The process is ended where it does not come within so many seconds."""
         if not self.is_alive:
             self.close()
             self._start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from outrider.errors import UnforkableError
-from outrider.lab.prove.forking import Distribution, Outcome
+from outrider.lab.prove.forking import Distribution, ForkingNoise, Outcome, explore
 
 # --- Calls of torch that draw, as decisions.
 #
@@ -35,18 +35,22 @@ _ENGINE = "torch program"
 _REMEDY = "Prove it by sampling instead."
 
 
+#: Rounding in float32 makes branches of a few 1e-8 where exact numbers have none. They are counted, but not followed.
+FLOOR = 1e-6
+
+
 def explore_torch(run: Callable[[], Outcome], *, max_paths: int = 100_000) -> Distribution:
     """The exact distribution of what `run` returns, over everything that torch's global generator can draw."""
+    noise = ForkingNoise(FLOOR)
 
-    def forked(branches: Branches) -> Outcome:
+    def forked(_: int) -> Iterator[Outcome]:
         before = _generators()
-        with _ForkingTorch(branches):
-            outcome = run()
+        with _ForkingTorch(noise):
+            yield run()
         if _generators() != before:
             raise UnforkableError(_ENGINE, "random numbers were drawn by a call that is not followed", _REMEDY)
-        return outcome
 
-    return walk(forked, max_paths=max_paths)
+    return explore(forked, noise, max_paths=max_paths)
 
 
 def _generators() -> tuple[Any, ...]:
@@ -58,7 +62,7 @@ def _generators() -> tuple[Any, ...]:
 class Uniforms:
     """Uniform numbers that are known only by the answers to comparisons. Each element has one interval."""
 
-    def __init__(self, shape: torch.Size, branches: Branches) -> None:
+    def __init__(self, shape: torch.Size, branches: ForkingNoise) -> None:
         self.shape = shape
         self._branches = branches
         self._intervals = [(0.0, 1.0)] * math.prod(shape)
@@ -113,7 +117,7 @@ class Uniforms:
 class _ForkingTorch(TorchFunctionMode):
     """Replaces the random draws of torch in this thread, within a `with` block."""
 
-    def __init__(self, branches: Branches) -> None:
+    def __init__(self, branches: ForkingNoise) -> None:
         super().__init__()
         self._branches = branches
 
@@ -144,59 +148,3 @@ class _ForkingTorch(TorchFunctionMode):
         if len(possible) == 1:
             return possible[0]
         return possible[self._branches.choose([weights[token] / total for token in possible])]
-
-
-# --- Walks every path through the decisions of a program, which are known by the order in which it makes them.
-
-
-#: Rounding in float32 makes branches of a few 1e-8 where exact numbers have none. They are counted, but not followed.
-FLOOR = 1e-6
-
-
-class Branches:
-    """The script that is being walked, and those that wait. A script is a list of choices for the first decisions."""
-
-    def __init__(self) -> None:
-        self._pending: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
-        self._script: tuple[int, ...] = ()
-        self._taken: list[int] = []
-        self.weight = 1.0
-        self.dropped = 0.0
-
-    def start(self) -> bool:
-        """Take up the next script. Returns False when all have been walked."""
-        if not self._pending:
-            return False
-        self._script, self.weight = self._pending.pop()
-        self._taken = []
-        return True
-
-    def choose(self, chances: Sequence[float]) -> int:
-        """The choice of the script, or else the likeliest one. The other choices are left to later scripts."""
-        step = len(self._taken)
-        if step < len(self._script):
-            choice = self._script[step]
-        else:
-            order = sorted(range(len(chances)), key=lambda i: -chances[i])
-            self.dropped += sum(self.weight * chances[i] for i in order if chances[i] < FLOOR)
-            choice, *others = [i for i in order if chances[i] >= FLOOR]
-            self._pending += [((*self._taken, i), self.weight * chances[i]) for i in others]
-            self.weight *= chances[choice]
-        self._taken.append(choice)
-        return choice
-
-    def finish(self) -> float:
-        """The probability of the path that was just walked."""
-        assert len(self._taken) >= len(self._script), "a decision did not come again: the program is not deterministic"
-        return self.weight
-
-
-def walk(run: Callable[[Branches], Outcome], *, max_paths: int = 100_000) -> Distribution:
-    """The exact distribution of what a program returns when all its chance comes from the branches it is given."""
-    branches, probs, num_paths = Branches(), dict[Outcome, float](), 0
-    while branches.start():
-        outcome = run(branches)
-        probs[outcome] = probs.get(outcome, 0.0) + branches.finish()
-        num_paths += 1
-        assert num_paths <= max_paths, f"more than {max_paths} paths"
-    return Distribution(probs, num_paths, branches.dropped)

@@ -35,21 +35,12 @@ TIE = 0.02
 
 Prompt = str | tuple[int, ...]
 
-PROMPTS: tuple[str, ...] = (
-    "The weather in spring is",
-    "def read(path):\n",
-    "Once upon a time there was a",
-    "1, 2, 3, 4,",
-)
+PROMPTS: tuple[str, ...] = ("The weather in spring is", "def read(path):\n", "Once upon a time there was a", "1, 2, 3, 4,")
 
 
 class ServerProof:
-    """A server that speculates, and what its texts are compared with.
-
-    Args:
-        plain: Asks the same server or another one without speculation. None where that is not possible.
-        weights: The target itself, as the reference. None takes the probabilities that the server reports.
-    """
+    """A server that speculates, and what its texts are compared with: plain texts, where it or another server can be asked
+    for them, and the target itself. Without weights the probabilities that the server reports are the reference."""
 
     def __init__(
         self,

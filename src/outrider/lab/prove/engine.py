@@ -108,11 +108,7 @@ class FaultyProposer(_Around):
 
 
 class BreakingNoise:
-    """Chance that raises when a proposer draws on behind a certain token, as a proposer does that knows no more of it.
-
-    Attributes:
-        num_breaks: How often it raised.
-    """
+    """Chance that raises when a proposer draws on behind a certain token, as a proposer does that knows no more of it."""
 
     def __init__(self, source: NoiseSource, token: int) -> None:
         self._source = source

@@ -44,11 +44,8 @@ class OwnModel:
 
     It computes in float64, where passes of other shapes differ too little to change a text. Rows of 8 bits are not computed
     in float64, and a difference of any size rounds some numbers another way; so such a model computes in float32 and in
-    batch-invariant mode, where passes of other shapes have the same bits.
-
-    Args:
-        model: Path or hub id. None takes the embedded pair.
-        speculations: The ways to draft. None takes the built-in methods.
+    batch-invariant mode, where passes of other shapes have the same bits. It is the embedded pair, and drafts with the
+    built-in methods, unless others are given.
     """
 
     def __init__(

@@ -60,11 +60,7 @@ def run_suite(
     quick: bool = False,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
-    """Run the proofs.
-
-    Args:
-        model: The model on which texts and the KV memory are checked. None takes the embedded pair.
-    """
+    """Run the proofs. Texts and the KV memory are checked on a model, or on the embedded pair."""
     OwnModel(model, draft_model, activations=activations)  # refuses before the long proofs that need no model
     plan = partial(proofs, model=model, draft_model=draft_model, activations=activations, quick=quick)
     with TemporaryDirectory() as folder:
@@ -82,11 +78,7 @@ def run_method_suite(
     quick: bool = False,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
-    """Run the proofs of one method alone.
-
-    Args:
-        model: The model on which texts are compared. None takes the embedded pair.
-    """
+    """Run the proofs of one method alone. Texts are compared on a model, or on the embedded pair."""
     own = OwnModel(model, draft_model, speculations(asked), activations)
     for config in own.speculations:  # settings that do not fit the model are refused before any proof
         if config.method is not None:
@@ -117,12 +109,7 @@ def num_checks(*, quick: bool = False) -> int:
 
 
 def proofs(
-    folder: Path,
-    model: str | None,
-    draft_model: str | None,
-    *,
-    activations: ActivationsName | None = None,
-    quick: bool,
+    folder: Path, model: str | None, draft_model: str | None, *, activations: ActivationsName | None = None, quick: bool
 ) -> Iterator[Proof]:
     """All claims, each with the function that proves it."""
     yield from _rule_proofs(12 if quick else 56)
@@ -186,11 +173,8 @@ _SEEDS = {"target": 1, "draft": 2}
 
 
 class _Pair:
-    """Two random models over three tokens, made when they are first used.
-
-    Args:
-        save: Writes a model of another kind than a Llama; None writes Llamas, and heads for the first of them.
-    """
+    """Two random models over three tokens, made when they are first used: Llamas with heads, unless `save` writes another
+    kind."""
 
     def __init__(
         self,
@@ -237,11 +221,7 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"model": DRAFT, "dtype": "float64", "revision": "main"},
 )
 #: Parameters of a request that a proposer is shown and that change what it draws from, alone and all together.
-_REACHING: dict[str, dict[str, Any]] = {
-    "top_k": {"top_k": 2},
-    "min_p": {"min_p": 0.6},
-    **PARAMETERS,
-}
+_REACHING: dict[str, dict[str, Any]] = {"top_k": {"top_k": 2}, "min_p": {"min_p": 0.6}, **PARAMETERS}
 #: A confidence that some tokens of the proof's draft model have and others have not.
 _DOUBT = 0.33
 #: What can be asked for and no proof of a method asks.
@@ -338,12 +318,8 @@ def _model_of_stage(drafter: Any, stage: int) -> dict[str, Any]:
 def method_proofs(
     asked: Mapping[str, Any], prove: Callable[..., Finding], own: OwnModel, *, quick: bool
 ) -> Iterator[Proof]:
-    """The claims about one method, each with the function that proves it.
-
-    Args:
-        prove: Proves the engine's joint distribution under a setting, for a number of tokens, and that the method has no
-            fault where that is asked.
-    """
+    """The claims about one method, each with the function that proves it. `prove` takes a setting and a number of tokens,
+    and proves the engine's joint distribution, and that the method has no fault where that is asked."""
     settings = method_settings(asked)
     tokens = 4 if asked["method"] in HEAD_METHODS else 3
     for setting in settings[:4] if quick else settings:

@@ -194,8 +194,7 @@ SHARED_TARGET_SETTINGS = (
     Setting("early exit, then the draft model behind it", turns=behind(one(EXIT), one(drafted("block")))),
     Setting("early exit, then a deeper one behind it", turns=behind(one(EXIT), one(EXIT) | {"layers": 2})),
     Setting(
-        "early exit, then a tree behind it",
-        turns=behind(one(EXIT), SKIP_TREE | {"rule": "block", "num_draft_tokens": 2}),
+        "early exit, then a tree behind it", turns=behind(one(EXIT), SKIP_TREE | {"rule": "block", "num_draft_tokens": 2})
     ),
     *in_ways("merge of early exit and the draft model", made_of("merge", one(EXIT), ONE), "block | token"),
     *in_ways(

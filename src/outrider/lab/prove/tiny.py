@@ -32,6 +32,13 @@ PIECES = ('"', "a", END)
 CROSSED_PIECES = {"target": ("a", "aa", END), "draft": (END, "b", "a")}
 
 
+#: Sizes and ends of the decoders.
+_SIZES = {
+    "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 64, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+
+
 def save_tiny_llama(
     folder: Path,
     seed: int,
@@ -41,33 +48,16 @@ def save_tiny_llama(
     speaks: bool = False,
     pieces: tuple[str, ...] = PIECES,
 ) -> str:
-    """Write a Llama of few layers with random weights in float64; returns its path.
-
-    Args:
-        folder: The folder to write to.
-        seed: Fixes the weights.
-        vocab_size: The width of the logits. It must be 3 where `speaks` is true.
-        num_layers: The number of layers.
-        speaks: Whether to write a tokenizer and an end of text.
-        pieces: The texts of its tokens.
+    """Write a Llama of few layers with random weights in float64; returns its path. One that speaks has a tokenizer with
+    these pieces, and an end of text.
 
     The weights have a wide spread. At the usual spread of 0.02 all probabilities would be nearly equal, and a wrong mask
     would change nothing.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=pieces.index(END) if speaks else None,
-        pad_token_id=None,
-    )
+    end = pieces.index(END) if speaks else None
+    config = LlamaConfig(vocab_size=vocab_size, num_hidden_layers=num_layers, eos_token_id=end, **_SIZES)
     _save_random(LlamaForCausalLM(config), seed, folder)
     if speaks:
         _save_tokenizer(folder, pieces)
@@ -82,19 +72,8 @@ def save_tiny_hybrid(folder: Path, seed: int, *, num_layers: int = 2) -> str:
     """
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
-    config = Lfm2Config(
-        vocab_size=3,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=num_layers,
-        layer_types=[*("conv",) * (num_layers - 1), "full_attention"],
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    kinds = [*("conv",) * (num_layers - 1), "full_attention"]
+    config = Lfm2Config(vocab_size=3, num_hidden_layers=num_layers, layer_types=kinds, eos_token_id=None, **_SIZES)
     _save_random(Lfm2ForCausalLM(config), seed, folder)
     return str(folder)
 
@@ -206,21 +185,15 @@ def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
     """Write heads of each method for a tiny target; returns their folders by method. Those that read features need three
     layers, and layers that predict several tokens serve a Llama alone."""
     found = {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
-    eagle3 = save_random_eagle(
-        folder / "eagle3",
-        target,
-        "speculators",
-        draft_tokens=(0, 2),
-        scale=0.7,
-        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
-    )
-    eagle1 = save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7)
-    mtp = save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7)
-    dflash = save_random_dflash(folder / "dflash", target, "speculators", scale=0.7, block_size=4, draft_tokens=(0, 2))
-    peagle = save_random_peagle(
-        folder / "peagle", target, scale=0.7, draft_tokens=(0, 2), eagle_aux_hidden_state_layer_ids=[0, 1, 2]
-    )
-    return found | {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp, "dflash": dflash, "peagle": peagle}
+    some: dict[str, Any] = {"scale": 0.7, "draft_tokens": (0, 2)}
+    low: dict[str, Any] = {**some, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    return found | {
+        "eagle1": save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7),
+        "eagle3": save_random_eagle(folder / "eagle3", target, "speculators", **low),
+        "mtp": save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7),
+        "dflash": save_random_dflash(folder / "dflash", target, "speculators", block_size=4, **some),
+        "peagle": save_random_peagle(folder / "peagle", target, **low),
+    }
 
 
 def save_layered(folder: Path, num_layers: int) -> dict[str, Any]:

@@ -36,11 +36,8 @@ def save_random_eagle(
     own_output: bool = True,
     **fields: Any,
 ) -> str:
-    """Write a head with random weights for a checkpoint; returns its folder.
-
-    Args:
-        draft_tokens: The target's tokens that it drafts, in ascending order; None for all.
-    """
+    """Write a head with random weights for a checkpoint; returns its folder. It drafts these tokens of the target, in
+    ascending order; None for all."""
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
@@ -171,11 +168,8 @@ def save_random_dflash(
     sizes: dict[str, Any] | None = None,
     **fields: Any,
 ) -> str:
-    """Write a block drafter with random weights for a checkpoint; returns its folder.
-
-    Args:
-        draft_tokens: The target's tokens that it drafts, in ascending order, in the layout of speculators; None for all.
-    """
+    """Write a block drafter with random weights for a checkpoint; returns its folder. In the layout of speculators it
+    drafts these tokens of the target, in ascending order; None for all."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(target)

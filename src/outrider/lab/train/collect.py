@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -87,10 +89,8 @@ def collect(
     A text that is there already is not written again, so that the same call goes on where it was broken off, and more
     prompts may be added later. Each text has its own seed: which texts are written together changes nothing.
 
-    Args:
-        target: Folder or hub id; None for the embedded one.
-        limit: Most prompts; None takes all. They are chosen by their digests.
-        on_size: Called before anything is written, with the most bytes that will be added to the folder.
+    A limit of prompts chooses them by their digests. `on_size` is called before anything is written, with the most bytes
+    that will be added to the folder.
     """
     how: dict[str, Any] = {"dtype": dtype, "device": device, "activations": activations}
     with LLM(target, speculation="none", max_num_seqs=_AT_A_TIME, **how) as llm:
@@ -103,7 +103,7 @@ def collect(
         there = {(record.digest, record.sample) for record in read_records(folder, manifest)}
         wanted = [Wanted(prompt, sample) for prompt in prompts for sample in range(settings.samples)]
         missing = [each for each in wanted if (each.prompt.digest, each.sample) not in there]
-        writer = _Writer(llm, settings, _Counter(len(wanted) - len(missing), len(wanted), on_progress))
+        writer = _Writer(llm, settings, partial(_tell, count(len(wanted) - len(missing) + 1), len(wanted), on_progress))
         itemsize = llm.engine.runner.loaded.dtype.itemsize
         on_size(sum(settings.most_bytes(len(each.prompt.token_ids), facts, itemsize) for each in missing))
         keep_witness(folder, manifest, witness)
@@ -132,26 +132,18 @@ def _check_rows(settings: DataSettings, facts: TargetFacts) -> None:
         raise InvalidParameterError("target_top_k", settings.target_top_k, problem, f"Use 0 to {facts.vocab_size}.")
 
 
-@dataclass
-class _Counter:
-    """Texts that are there, texts that will be, and who wants to know."""
-
-    done: int
-    total: int
-    tell: Callable[[int, int], None]
-
-    def count(self, _: object) -> None:
-        self.done += 1
-        self.tell(self.done, self.total)
+def _tell(done: Iterator[int], total: int, tell: Callable[[int, int], None], _: object) -> None:
+    """Count a text that is written, and say how many there are."""
+    tell(next(done), total)
 
 
 class _Writer:
     """Has texts written."""
 
-    def __init__(self, llm: LLM, settings: DataSettings, counter: _Counter) -> None:
+    def __init__(self, llm: LLM, settings: DataSettings, on_finished: Callable[[object], None]) -> None:
         self._llm = llm
         self._settings = settings
-        self._counter = counter
+        self._on_finished = on_finished
         self._recording = Recording(hidden_states=settings.hidden_states, target_top_k=settings.target_top_k)
         self.refused: list[tuple[str, str]] = []
 
@@ -163,7 +155,7 @@ class _Writer:
             [list(each.prompt.token_ids) for each in wanted],
             [self._params(each) for each in wanted],
             speculation=SpeculationConfig(method=self._recording) if self._settings.keeps_rows else PLAIN,
-            on_finished=self._counter.count,
+            on_finished=self._on_finished,
         )
         pairs = zip(wanted, outputs, strict=True)
         return [record for each, output in pairs if (record := self._written(each, output)) is not None]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.settings import Overlaps, divergence, overlap
+from outrider.lab.train.settings import Overlaps, Trainee, divergence, overlap
 from outrider.records import Manifest, read_records
 
 #: The loss that looks at all depths of a draft together.
@@ -46,6 +46,29 @@ class Said(NamedTuple):
         return overlap(self.at(depth), depth.logits, self.temperature, self.tokens)
 
 
+class HeadTrainee(Trainee):
+    """Heads on the frozen target, whose draft tokens are compared with what the target says, depth by depth."""
+
+    loss_name: str  # how far its probabilities are from the target's
+    decay: float  # what the loss of a draft token counts, relative to the one before
+    method: str  # that will draft with them
+
+    def drafted(self, module: nn.Module, batch: Batch, *, learn: bool) -> tuple[list[Depth], Said]:
+        """Draft tokens of several depths, and what the target says, in rows to learn from or as the engine drafts."""
+        raise NotImplementedError
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        return depth_loss(self.loss_name, *self.drafted(module, batch, learn=True), self.decay)
+
+    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
+        depths, said = self.drafted(module, batch, learn=False)
+        sums = [said.overlap(depth).sum().double() for depth in depths]
+        return Overlaps(torch.stack(sums), torch.tensor([len(depth.logits) for depth in depths]))
+
+    def speculation(self, folder: Path) -> dict[str, Any]:
+        return {"method": self.method, "model": str(folder)}
+
+
 def depth_loss(name: str, depths: Sequence[Depth], said: Said, decay: float) -> Tensor:
     """The loss of a draft."""
     if name == ACCEPTED_LENGTH:
@@ -58,12 +81,6 @@ def depth_loss(name: str, depths: Sequence[Depth], said: Said, decay: float) -> 
             total = total + weight * found.mean()
         weight *= decay
     return total
-
-
-def depth_overlaps(depths: Sequence[Depth], said: Said) -> Overlaps:
-    """Returns how often draft tokens would be accepted, by depth."""
-    sums = [said.overlap(depth).sum().double() for depth in depths]
-    return Overlaps(torch.stack(sums), torch.tensor([len(depth.logits) for depth in depths]))
 
 
 def _accepted_length(depths: Sequence[Depth], said: Said) -> Tensor:

@@ -47,11 +47,7 @@ class DistillSettings(Frozen):
 
 
 class DistilledDraft(Trainee):
-    """A draft model in training.
-
-    Args:
-        tokenizer: That of the target; None where it has none.
-    """
+    """A draft model in training, with the tokenizer of the target, if any."""
 
     def __init__(
         self,

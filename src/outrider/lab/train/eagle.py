@@ -17,8 +17,8 @@ from outrider.heads.formats.writing import write_head
 from outrider.heads.lone import RotaryFactors
 from outrider.heads.networks import TargetHead
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.depths import Depth, Said, depth_loss, depth_overlaps, frequent_tokens, shifted
-from outrider.lab.train.settings import HeadLearning, LossName, Overlaps, Trainee, TrainSettings, chain_tau
+from outrider.lab.train.depths import Depth, HeadTrainee, Said, frequent_tokens, shifted
+from outrider.lab.train.settings import HeadLearning, LossName, Trainee, TrainSettings, chain_tau
 from outrider.lab.train.target import Features, FrozenTarget, head_layers, layers_to_read
 from outrider.records import Manifest
 
@@ -54,11 +54,7 @@ def published_design(
     rows: int | None = None,
     facts: dict[str, Any],
 ) -> Design:
-    """The design of a head in a published format.
-
-    Args:
-        head: Its shape, its layers with the weights that training begins with, and its tokens.
-    """
+    """The design of a head in a published format, with the weights that training begins with."""
     layers, save = head.config.layers_of(target.num_layers), partial(write_head, head=head, form=form)
     return Design(head.config.method, layers, head.tokens, module, save, learnt, most, rows, facts)
 
@@ -87,7 +83,7 @@ class OwnLayerSettings(FeatureHeadSettings):
     feed_forward: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
 
 
-class TrainedFeatureHead(Trainee):
+class TrainedFeatureHead(HeadTrainee):
     """A head in training."""
 
     def __init__(
@@ -98,7 +94,8 @@ class TrainedFeatureHead(Trainee):
         design: Design,
         settings: TrainSettings,
     ) -> None:
-        self._target, self._learning, self._design = target, learning, design
+        self._target, self._design = target, design
+        self.loss_name, self.decay, self.method = learning.loss, learning.decay, design.method
         self._features = Features(target, manifest, settings.teacher, design.layers)
         self.rows = self._features.rows
         self._temperature = manifest.settings.temperature
@@ -109,21 +106,11 @@ class TrainedFeatureHead(Trainee):
         self._measured = wanted if design.most is None else min(wanted, design.most)
         self.reach = max(design.learnt, self._measured) + 1  # row 0 drafts nothing
 
-    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        depths, said = self._drafted(module, batch, batch.predicts, self._design.learnt, _any_rows)
-        return depth_loss(self._learning.loss, depths, said, self._learning.decay)
-
-    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
-        return depth_overlaps(*self._drafted(module, batch, batch.drafts, self._measured, _even_rows))
-
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
         return chain_tau(acceptance[:num_draft_tokens])
 
     def save(self, folder: Path) -> None:
         self._design.save(folder)
-
-    def speculation(self, folder: Path) -> dict[str, Any]:
-        return {"method": self._design.method, "model": str(folder)}
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -132,24 +119,18 @@ class TrainedFeatureHead(Trainee):
             "hidden states of the target that it reads": ", ".join(map(str, self._design.layers)),
             **self._design.facts,
             "draft tokens that it learns behind a token": self._design.learnt,
-            "loss": self._learning.loss,
+            "loss": self.loss_name,
         }
 
-    def _drafted(
-        self,
-        module: nn.Module,
-        batch: Batch,
-        rows_of: Callable[[int], Tensor],
-        depth: int,
-        choose: Callable[[Tensor, int], Tensor],
-    ) -> tuple[list[Depth], Said]:
-        """So many draft tokens behind the rows that `rows_of` has for tokens so far ahead, and what the target says. Where
-        drafts begin at some rows only, `choose` takes these."""
+    def drafted(self, module: nn.Module, batch: Batch, *, learn: bool) -> tuple[list[Depth], Said]:
+        """As many draft tokens as it learns or as are measured. Where drafts begin at some rows only, learning draws them,
+        and measuring spreads them evenly."""
+        rows_of, depth = (batch.predicts, self._design.learnt) if learn else (batch.drafts, self._measured)
         states, logits = self._features.read(batch)
         embeddings = self._target.embed(batch.token_ids).float()
         chosen = rows_of(1) & (torch.arange(batch.token_ids.shape[1], device=embeddings.device) > 0)
         if self._design.rows is not None:
-            chosen = choose(chosen, self._design.rows)
+            chosen = (_any_rows if learn else _even_rows)(chosen, self._design.rows)
         wanted = [rows_of(ahead) & chosen for ahead in range(1, depth + 1)]
         hidden = [states[layer].float() for layer in self._design.layers]
         drafted = module(embeddings, hidden, wanted, self._target.head)

@@ -124,11 +124,7 @@ def _tensors(layer: MtpLayer) -> MtpTensors:
 
 
 class UnrolledMtp(nn.Module):
-    """Such layers in training.
-
-    Args:
-        window: How many tokens back their rows look; None for all.
-    """
+    """Such layers in training. Their rows look so many tokens back as the window has; None for all."""
 
     def __init__(self, layers: Sequence[MtpLayer], window: int | None) -> None:
         super().__init__()

@@ -245,10 +245,8 @@ def compare_sizes(
 ) -> list[Size]:
     """Train a draft of each shape with the same settings, and say what each is worth; the best one first.
 
-    Called again after it was broken off, it goes on: trainings that have ended are not run again.
-
-    Args:
-        timed_target: The target whose passes are timed, where it is another of the same tokens; None times the target.
+    Called again after it was broken off, it goes on: trainings that have ended are not run again. Passes may be timed of
+    another target of the same tokens.
     """
     quiet = job.settings.replace(engine_prompts=0)
     found = {}

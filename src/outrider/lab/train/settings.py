@@ -174,7 +174,8 @@ def divergence(
         return _cross_entropy(log_q, token_ids, tokens)
     if name == "total_variation":
         p, q = _law(target, scale, tokens), log_q.exp()
-        return 0.5 * ((p - q).abs().sum(-1) + _lost(p, tokens))
+        lost = 0.0 if tokens is None else 1.0 - p.sum(-1)  # what the target gives to tokens that the draft does not know
+        return 0.5 * ((p - q).abs().sum(-1) + lost)
     log_p = F.log_softmax((target if tokens is None else target[:, tokens]).float() / scale, -1)
     if name == "forward_kl":
         return _kl(log_p, log_q)
@@ -205,11 +206,6 @@ def _law(target: Tensor, temperature: float, tokens: Tensor | None) -> Tensor:
     """The target's probabilities of the tokens that the draft knows."""
     law = F.softmax(target.float() / temperature, -1)
     return law if tokens is None else law[:, tokens]
-
-
-def _lost(p: Tensor, tokens: Tensor | None) -> Tensor | float:
-    """Returns what the target gives to tokens that the draft does not know."""
-    return 0.0 if tokens is None else 1.0 - p.sum(-1)
 
 
 def _cross_entropy(log_q: Tensor, token_ids: Tensor, tokens: Tensor | None) -> Tensor:

@@ -20,15 +20,8 @@ from outrider.records import TOP_LOGITS, TOP_TOKENS, Manifest, check_witness, hi
 
 
 class FrozenTarget:
-    """A stock model that is not trained. The engine's own weights are packed, so it is loaded once more for this.
-
-    Args:
-        name: Folder or hub id; None for the embedded one.
-
-    Attributes:
-        model: The model of transformers.
-        tokenizer: Its tokenizer, if any.
-    """
+    """A stock model that is not trained, or the embedded one. The engine's own weights are packed, so it is loaded once
+    more for this."""
 
     def __init__(
         self,
@@ -112,12 +105,9 @@ class FrozenTarget:
 class Teacher:
     """Holds what the target says of a batch: computed, or as it was kept with the data.
 
-    Args:
-        source: "forward" runs the target on every batch; "hidden_states" takes the final ones from the data and runs the
-            head alone; "top_k" takes its most likely tokens from the data, and holds all others for impossible.
-
-    Attributes:
-        rows: The names of what the data must hold.
+    The source "forward" runs the target on every batch; "hidden_states" takes the final ones from the data and runs the
+    head alone; "top_k" takes its most likely tokens from the data, and holds all others for impossible. `rows` names what
+    the data must hold.
     """
 
     def __init__(self, target: FrozenTarget, manifest: Manifest, source: str) -> None:
@@ -152,11 +142,7 @@ class Teacher:
 
 
 class Features:
-    """Hidden states and logits of the target.
-
-    Attributes:
-        rows: Names of what the data must hold.
-    """
+    """Hidden states and logits of the target; `rows` names what the data must hold."""
 
     def __init__(self, target: FrozenTarget, manifest: Manifest, source: str, layers: Sequence[int]) -> None:
         self._target = target
@@ -199,11 +185,8 @@ def layers_to_read(target: FrozenTarget, asked: Sequence[int] | None, usual: Seq
 
 
 def head_layers(kind: str, target: FrozenTarget, feed_forward: int | None, count: int = 1) -> Any:
-    """transformers' configuration of so many layers of a kind in the target's sizes.
-
-    Args:
-        feed_forward: Units of the feed-forward part; None takes as many as the target has.
-    """
+    """transformers' configuration of so many layers of a kind in the target's sizes, with its feed-forward units unless
+    others are given."""
     theirs = target.model.config.get_text_config(decoder=True)
     heads = int(theirs.num_attention_heads)
     rotary = getattr(theirs, "rope_parameters", None) or {}

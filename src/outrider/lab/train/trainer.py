@@ -61,10 +61,8 @@ class Trainer:
     """Trains, measures and keeps the best; a training that was broken off goes on from its last checkpoint.
 
     Every step depends on its number, the weights and the optimisers' state alone. So a training that was killed and goes on
-    comes to the same weights as one that was not, to the bit, on the same machine and number of devices.
-
-    Args:
-        judge: Runs the real engine; None never does.
+    comes to the same weights as one that was not, to the bit, on the same machine and number of devices. The judge runs the
+    real engine.
     """
 
     def __init__(
@@ -105,18 +103,18 @@ class Trainer:
 
     def run(self) -> Progress:
         """Train to the end, or until held-out texts gain no more; the trainee then has its best weights."""
+        settings = self._settings
         progress = self._checkpoints.restore(self._trainee.module, self._own_optimisers)
         board = Board(self._folder) if self.is_main else None
         if not progress.measurements:
             progress = self._measured(progress, board)
             self._save(progress)
-        while progress.step < self._settings.steps and not self._is_over(progress):
+        while progress.step < settings.steps and not 0 < settings.patience <= progress.waited:
             progress = self._stepped(progress)
-            last = progress.step == self._settings.steps
-            is_due = last or progress.step % self._settings.evaluate_every == 0
+            is_due = progress.step == settings.steps or progress.step % settings.evaluate_every == 0
             if is_due:
                 progress = self._measured(progress, board)
-            if is_due or progress.step % self._settings.save_every == 0:
+            if is_due or progress.step % settings.save_every == 0:
                 self._save(progress)
         self._accelerator.wait_for_everyone()  # the main process writes the best weights
         self._checkpoints.load_best(self._trainee.module)
@@ -124,9 +122,6 @@ class Trainer:
         if board is not None:
             board.close()
         return progress
-
-    def _is_over(self, progress: Progress) -> bool:
-        return 0 < self._settings.patience <= progress.waited
 
     def _stepped(self, progress: Progress) -> Progress:
         """One step of the optimisers."""
@@ -358,10 +353,7 @@ class Judge:
 
     The chance that the token rule accepts, which is measured on texts, is exact for a single token and cheap. It does not
     see how drafts of several tokens are verified, what the engine's own kernels compute, or whether what was written loads
-    at all. This does.
-
-    Args:
-        how: The dtype and the activations of the target.
+    at all. This does, with the target loaded as `how` says.
     """
 
     def __init__(

@@ -94,11 +94,8 @@ def best(rows: list[Row]) -> Row:
 
 
 def recommend(winner: Row, again: Spread | None, concurrency: int) -> Recommendation:
-    """Returns what to say of the winner.
-
-    Args:
-        again: Its speedup in rounds of its own, which nobody chose it by; None where nothing is measured.
-    """
+    """Returns what to say of the winner. Its speedup is that of rounds of its own, which nobody chose it by; None where
+    nothing is measured."""
     at = f"at {concurrency} {'text' if concurrency == 1 else 'texts'} at a time"
     if winner.plain:
         return _plainly(f"Decode plainly {at}: no way to draft is expected to gain.", measured=winner.measured is not None)
