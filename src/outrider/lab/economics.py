@@ -15,8 +15,8 @@ from operator import mul
 
 def expected_tokens(chances: Iterable[float]) -> float:
     """Tokens that a round is expected to write, the target's own included."""
-    reached: Iterable[float] = accumulate(chances, mul)
-    return 1.0 + sum(reached)
+    total: float = sum(accumulate((1.0, *chances), mul))
+    return total
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from time import perf_counter
 from typing import Any
 
 from outrider.errors import EngineAnswerError, InvalidParameterError, OtherEngineError
-from outrider.lab.bench.advice import advise
 from outrider.lab.bench.plan import Cell, digest, tasks_of
+from outrider.lab.bench.report import advise
 from outrider.lab.bench.results import PLAIN, CellResult, Results, summarise
 from outrider.lab.bench.session import Store
 from outrider.lab.bench.settings import BenchSettings

@@ -74,15 +74,12 @@ def _panels(count: int, height: float, columns: int = 1) -> tuple[Any, list[Any]
 
 def _colours(names: Iterable[str]) -> dict[str, Any]:
     """Plain decoding is grey. Others have the colours of the pages, darker each time these are used up."""
-    others = dict.fromkeys(name for name in names if name != "plain")
-    found = {name: _darker(PALETTE[i % len(PALETTE)], 0.7 ** (i // len(PALETTE))) for i, name in enumerate(others)}
-    return {"plain": _PLAIN, **found}
-
-
-def _darker(colour: str, share: float) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
-    return tuple(part * share for part in to_rgb(colour))
+    found: dict[str, Any] = {"plain": _PLAIN}
+    for i, name in enumerate(dict.fromkeys(name for name in names if name != "plain")):
+        found[name] = tuple(part * 0.7 ** (i // len(PALETTE)) for part in to_rgb(PALETTE[i % len(PALETTE)]))
+    return found
 
 
 def speedup(results: Results) -> Any | None:

@@ -267,7 +267,9 @@ def summarise(
     found = [_summary(c, runs[c.name], plain, batch, model, bandwidth) for c in contestants if c.name in runs]
     if model is not None:
         for result in found:
-            _add_limits(result, batch, model.seconds_near(context))
+            if result.rows is not None:  # what eta would be if only the target's pass cost time
+                cost = row_cost_ratio(model.seconds_near(context), batch * result.rows, batch)
+                result.eta_limit = None if cost is None else 1.0 / cost
     return found
 
 
@@ -280,11 +282,13 @@ def _summary(
     bandwidth: float | None,
 ) -> WayResult:
     speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
+    whole = Spread.of([run.whole_tokens_per_second for run in runs])
+    assert whole is not None
     result = WayResult(
         name=contestant.name,
         peer=contestant.peer,
         tokens_per_second=Spread.of(speeds),
-        whole_tokens_per_second=_certain([run.whole_tokens_per_second for run in runs]),
+        whole_tokens_per_second=whole,
         time_to_first_token=Spread.of([seconds for run in runs for seconds in run.first_token_seconds]),
         gap_p50=percentile([gap for run in runs for gap in run.gaps], 0.50),
         gap_p99=percentile([gap for run in runs for gap in run.gaps], 0.99),
@@ -315,12 +319,6 @@ def reads_too_fast(runs: Mapping[str, list[Run]], batch: int, model: ModelResult
     return median(speeds) * model.weight_bytes > SLACK * bandwidth and not machine.fits_a_cache(model.weight_bytes)
 
 
-def _certain(values: list[float]) -> Spread:
-    spread = Spread.of(values)
-    assert spread is not None
-    return spread
-
-
 def _ratios(rounds: Sequence[tuple[Run, Run]], speed: Callable[[Run], float | None]) -> Spread | None:
     """The ratios of two speeds within each round. A round does not count where one of the two is not known."""
     pairs = [(speed(run), speed(base)) for run, base in rounds]
@@ -349,10 +347,3 @@ def _add_drafts(result: WayResult, runs: list[Run]) -> None:
         result.tau = result.tokens_per_pass
     if result.tau is not None and result.speedup is not None:
         result.eta = result.speedup.median / result.tau
-
-
-def _add_limits(result: WayResult, batch: int, row_seconds: Mapping[int, float]) -> None:
-    """Add what eta would be if only the target's pass cost time."""
-    if result.rows is not None:
-        cost = row_cost_ratio(row_seconds, batch * result.rows, batch)
-        result.eta_limit = None if cost is None else 1.0 / cost

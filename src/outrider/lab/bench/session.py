@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from outrider.config import ROUNDED_ROWS, ModelConfig, default_model
 from outrider.errors import InvalidParameterError, MissingExtraError, ModelError, OtherEngineError
-from outrider.lab.bench.advice import advise
 from outrider.lab.bench.costs import CostPlan
 from outrider.lab.bench.plan import Cell, CellPlan
+from outrider.lab.bench.report import advise
 from outrider.lab.bench.results import CellResult, ModelResult, Results, reads_too_fast, summarise
 from outrider.lab.bench.settings import BenchSettings, PrecisionName
 from outrider.lab.measure import machine
@@ -279,16 +279,12 @@ class Store:
         if found.machine == machine:
             found.notes.clear()  # every run adds its own
             return found
-        aside = self._aside()
+        names = (self._folder / f"results-{i}.json" for i in range(1, 10_000))
+        aside = next(path for path in names if not path.exists())
         file.rename(aside)
         fresh = Results(machine=machine)
         fresh.note(f"results of another machine or of other versions were set aside as {aside.name}")
         return fresh
-
-    def _aside(self) -> Path:
-        assert self._folder is not None
-        names = (self._folder / f"results-{i}.json" for i in range(1, 10_000))
-        return next(path for path in names if not path.exists())
 
     def save(self, results: Results) -> None:
         """Replace the file. An interruption leaves either the old file or the new one. What other work disturbed is left

@@ -95,7 +95,7 @@ def _check_new(out: Path) -> None:
 
 
 def _write_head_file(model: str, out: Path, target: str | None, with_placeholders: bool) -> str:
-    from outrider.lab.convert.gguf_head import write_gguf_head
+    from outrider.lab.convert.gguf import write_gguf_head
     from outrider.lab.convert.gguf_vocabulary import placeholders
 
     _check_new(out)

@@ -20,8 +20,7 @@ from outrider.errors import InvalidParameterError, MissingExtraError
 from outrider.lab.cli.progress import shown_progress
 
 if TYPE_CHECKING:
-    from outrider.lab.train.card import Outcome
-    from outrider.lab.train.run import Job, Size
+    from outrider.lab.train.run import Job, Outcome, Size
     from outrider.lab.train.trainer import Watcher
 
 # --- Options that all training commands share.
@@ -124,8 +123,7 @@ def data(
     given = locals()
     from rich.console import Console
 
-    from outrider.lab.train.collect import collect
-    from outrider.lab.train.prompts import read_sources
+    from outrider.lab.train.collect import collect, read_sources
     from outrider.records import DataSettings
 
     asked = {name: value for name, value in given.items() if name in DataSettings.model_fields}

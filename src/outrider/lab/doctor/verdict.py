@@ -144,7 +144,10 @@ def limit(terms: Terms, situation: Situation) -> tuple[str, str, str]:
     worst = max(excess, key=lambda name: excess[name])
     if worst == "draft":
         return _of_draft(terms, situation)
-    return _of_rows(terms, situation) if worst == "verification" else _of_host(terms)
+    if worst == "verification":
+        return _of_rows(terms, situation)
+    text = f"the host takes {terms.host:.2f} times a plain step beside the passes: the target is too small."
+    return "host", text, "Use a larger target: its passes hide the time of the host."
 
 
 def _of_acceptance(terms: Terms, situation: Situation) -> tuple[str, str, str]:
@@ -177,11 +180,6 @@ def _of_rows(terms: Terms, situation: Situation) -> tuple[str, str, str]:
         text = f"{said}, because stock operators compute it."
         return "verification", text, "Use a dtype and a model that the kernels compute, or fewer draft tokens (-k)."
     return "verification", f"{said}.", "Use fewer draft tokens (-k), or a chain in place of a tree."
-
-
-def _of_host(terms: Terms) -> tuple[str, str, str]:
-    text = f"the host takes {terms.host:.2f} times a plain step beside the passes: the target is too small."
-    return "host", text, "Use a larger target: its passes hide the time of the host."
 
 
 # --- Typical acceptance rates of methods, and what to check where a proposer stays far below them.

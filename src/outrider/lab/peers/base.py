@@ -250,13 +250,6 @@ def gguf_file(folder: Path, checkpoint: str, dtype: str) -> str:
 _LEAVE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The error of an engine in words, since its exceptions may not be sendable between processes."""
-
-    problem: str
-
-
 class Worker:
     """Starts the process when it is needed, and ends it when it does not answer."""
 
@@ -283,8 +276,8 @@ class Worker:
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._death(request) from error
-        if isinstance(answer, Failure):
-            raise EngineAnswerError(self._name, f"{request.mode.name} raises {answer.problem}", "Leave out this mode.")
+        if isinstance(answer, str):
+            raise EngineAnswerError(self._name, f"{request.mode.name} raises {answer}", "Leave out this mode.")
         run: PeerRun = answer
         return run
 
@@ -346,7 +339,7 @@ def serve(build: Callable[[], PeerEngine], connection: Connection[Any, Any]) -> 
             return
         try:
             engine = engine or build()
-            answer: PeerRun | Failure = engine.generate(request)
-        except Exception as error:  # every error goes into the report and must not end this process
-            answer = Failure(f"{type(error).__name__}: {error}")
+            answer: PeerRun | str = engine.generate(request)
+        except Exception as error:  # it goes into the report, in words since not every one can be sent, and ends nothing
+            answer = f"{type(error).__name__}: {error}"
         connection.send(answer)

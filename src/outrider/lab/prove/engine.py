@@ -319,12 +319,10 @@ class EngineProof:
             members = _members([config])
             if any(isinstance(part.method, Staged) for part in members):  # a draft model publishes when it drafts again
                 write(12, speculation=config)
-            elif any(self._adds_layers(part) for part in members):
+                continue
+            needs = [self.llm.engine.proposers.get(part.method).requires for part in members if part.method is not None]
+            if any(each is not None and each.added_layers is not None for each in needs):
                 write(1, speculation=config)
-
-    def _adds_layers(self, config: SpeculationConfig) -> bool:
-        requires = None if config.method is None else self.llm.engine.proposers.get(config.method).requires
-        return requires is not None and requires.added_layers is not None
 
     def filled(self, settings: Any) -> Any:
         """The settings with the path of a model or of heads in place of what stands for it, in nested settings too."""

@@ -18,8 +18,9 @@ from outrider.config import Frozen, ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError, VocabularyMismatchError
 from outrider.files import storing, write_whole
 from outrider.kernels.weights import use_plain_weights
+from outrider.lab.economics import expected_tokens
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.settings import NEEDS_ALL_TOKENS, LossName, Overlaps, Trainee, chain_tau, divergence, overlap
+from outrider.lab.train.settings import NEEDS_ALL_TOKENS, LossName, Overlaps, Trainee, divergence, overlap
 from outrider.lab.train.target import FrozenTarget, Teacher
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import exclusive_transformers
@@ -83,7 +84,7 @@ class DistilledDraft(Trainee):
         return Overlaps(found.sum()[None].double(), torch.tensor([len(found)]))
 
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
-        return chain_tau([acceptance[0]] * num_draft_tokens)
+        return expected_tokens([acceptance[0]] * num_draft_tokens)
 
     def save(self, folder: Path) -> None:
         save_model(self.module, self._tokenizer, folder, self._target.model.dtype)

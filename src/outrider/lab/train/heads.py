@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from outrider.errors import InvalidParameterError
 from outrider.heads.checkpoint import describe_target, save_heads, take_witness
 from outrider.heads.networks import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig, build_network
+from outrider.lab.economics import expected_tokens
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.depths import Depth, HeadTrainee, Said
-from outrider.lab.train.settings import HeadLearning, LossName, Trainee, TrainSettings, chain_tau
+from outrider.lab.train.settings import Depth, HeadLearning, HeadTrainee, LossName, Said, Trainee, TrainSettings
 from outrider.lab.train.target import Features, FrozenTarget
 from outrider.records import Manifest
 
@@ -97,8 +97,8 @@ class TrainedHeads(HeadTrainee):
 
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
         if self._settings.method == "exit":  # drafts one token after the other, as a draft model does
-            return chain_tau([acceptance[0]] * num_draft_tokens)
-        return chain_tau(acceptance[:num_draft_tokens])
+            return expected_tokens([acceptance[0]] * num_draft_tokens)
+        return super().tau(acceptance, num_draft_tokens)
 
     def save(self, folder: Path) -> None:
         network: Any = self.module
