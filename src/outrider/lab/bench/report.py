@@ -51,10 +51,8 @@ MARKS = {
 
 
 def tables(results: Results, cells: Sequence[CellResult], width: int) -> list[Table]:
-    """Tables for the terminal: what a pass costs, and then the speed and the drafts of each cell.
-
-    The first table of a kind says below what its columns mean.
-    """
+    """Tables for the terminal: what a pass costs, and then the speed and the drafts of each cell. The first table of a kind
+    says below what its columns mean."""
     from rich.table import Table
 
     views = []

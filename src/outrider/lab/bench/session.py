@@ -311,10 +311,8 @@ def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant[Run]:
 
 
 def _as_run(run: PeerRun) -> Run:
-    """The run of a peer as a Run. Every pass of its target commits the accepted tokens and one more for each text.
-
-    A peer may hand out several tokens at first without saying how many. Then one is assumed, which is in its favour.
-    """
+    """The run of a peer as a Run. Every pass of its target commits the accepted tokens and one more for each text. A peer
+    may hand out several tokens at first without saying how many. Then one is assumed, which is in its favour."""
     accepted = run.num_accepted_tokens
     return Run(
         token_ids=run.texts,

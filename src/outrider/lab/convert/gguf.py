@@ -26,11 +26,9 @@ STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8
 
 
 def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", vocabulary: WriteVocabulary | None = None) -> str:
-    """Write a checkpoint to `path`, and return the path. This needs memory for several copies of the weights.
-
-    Matrices are stored as one of `STORED_AS`; the last two have a scale for 32 weights. Vectors stay float32. Without a
-    vocabulary placeholders are written, of which none ends a text.
-    """
+    """Write a checkpoint to `path`, and return the path. This needs memory for several copies of the weights. Matrices are
+    stored as one of `STORED_AS`; the last two have a scale for 32 weights. Vectors stay float32. Without a vocabulary
+    placeholders are written, of which none ends a text."""
     import gguf
     from transformers import AutoModelForCausalLM
 

@@ -27,10 +27,8 @@ SHIFTS = (-2, -1, 0, 1, 2)
 
 def pass_seconds(runner: ModelRunner, context: int) -> tuple[dict[int, float], str | None]:
     """The median seconds of a pass by its number of rows, and why they cannot be believed; None where they can. All numbers
-    are timed in turn, so that slow moments hit all.
-
-    Where a pass was slower than one of more rows, something disturbed it, and the time of the other one is taken.
-    """
+    are timed in turn, so that slow moments hit all. Where a pass was slower than one of more rows, something disturbed it,
+    and the time of the other one is taken."""
     limit = runner.loaded.max_model_len
     context = max(1, min(context, limit - ROWS[-1]))
     timer = PassTimer(runner, min(limit, context + ROWS[-1]))

@@ -77,10 +77,8 @@ def _between(seconds: Mapping[int, float], rows: float) -> float | None:
 
 class Progress:
     """Counts turns, and says how long those take that are left, if they go on to take as long as they did on average.
-
     Between two turns the time that is left runs down, and where a turn takes longer than those before it grows again. A
-    display shows it by a subclass; this class shows nothing.
-    """
+    display shows it by a subclass; this class shows nothing."""
 
     def __init__(self) -> None:
         self.what, self.done, self.total = "loading", 0, 0

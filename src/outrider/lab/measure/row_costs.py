@@ -33,11 +33,9 @@ def row_costs(
     repeats: int,
     on_round: Callable[[], None] = lambda: None,
 ) -> RowCosts:
-    """Time passes by their context and their number of rows.
-
-    A round times every number behind every context once, so that slow moments hit all of them. Times that cannot be true
-    are measured again, and the smaller median counts: other work makes passes slower and never faster.
-    """
+    """Time passes by their context and their number of rows. A round times every number behind every context once, so that
+    slow moments hit all of them. Times that cannot be true are measured again, and the smaller median counts: other work
+    makes passes slower and never faster."""
     places = [(context, n) for context in contexts for n in rows if context + n <= limit]
     found: dict[int, dict[int, float]] = {}
     doubt = None

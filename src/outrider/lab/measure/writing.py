@@ -369,11 +369,8 @@ _NOTICEABLE = 8
 
 
 def possible_speedup(speedup: float | None, tokens_per_pass: float | None) -> bool:
-    """Tells whether a way to draft may have been so much faster than plain decoding.
-
-    A pass with drafts takes at least the time of one without. So nothing is faster by more than its tokens a pass. What is
-    not known is None.
-    """
+    """Tells whether a way to draft may have been so much faster than plain decoding. A pass with drafts takes at least the
+    time of one without. So nothing is faster by more than its tokens a pass. What is not known is None."""
     return speedup is None or tokens_per_pass is None or speedup <= SLACK * tokens_per_pass
 
 

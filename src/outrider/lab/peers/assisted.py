@@ -242,13 +242,10 @@ class AssistedGeneration:
 
 
 class _Cast:
-    """Models and tokenizers by their names, made when they are first used.
-
-    The models are "target", "draft" and "foreign draft". The last one has the vocabulary of its own tokenizer. A tokenizer
-    is named by its letters in the order of their ids. `get_vocab` lists the letters in that order, or from the last to the
-    first if the name ends in "listed backwards". A real tokenizer lists them in the order of a hash table, which differs
-    from process to process.
-    """
+    """Models and tokenizers by their names, made when they are first used. The models are "target", "draft" and "foreign
+    draft". The last one has the vocabulary of its own tokenizer. A tokenizer is named by its letters in the order of their
+    ids. `get_vocab` lists the letters in that order, or from the last to the first if the name ends in "listed backwards".
+    A real tokenizer lists them in the order of a hash table, which differs from process to process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

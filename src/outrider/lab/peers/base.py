@@ -98,11 +98,9 @@ class PeerEngine(Protocol):
 
 
 class Peer(ABC):
-    """Another engine that is measured. It is a context manager around a process of its own.
-
-    The process starts with the first text, and again after a failure that ended it. So a mode that crashes or hangs loses
-    only its own figures. In one process, the thread pools of two engines would slow each other down.
-    """
+    """Another engine that is measured. It is a context manager around a process of its own. The process starts with the
+    first text, and again after a failure that ended it. So a mode that crashes or hangs loses only its own figures. In one
+    process, the thread pools of two engines would slow each other down."""
 
     name: ClassVar[str]  # the name that users give
     package: ClassVar[str]  # the package whose version is that of the peer
@@ -148,10 +146,8 @@ class Peer(ABC):
     def generate(
         self, mode: PeerMode, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float, seed: int | None
     ) -> PeerRun:
-        """Write exactly `max_tokens` tokens behind each prompt, all in one batch.
-
-        Before the first texts of a mode, and when the number of texts changes, short ones are written that do not count.
-        """
+        """Write exactly `max_tokens` tokens behind each prompt, all in one batch. Before the first texts of a mode, and
+        when the number of texts changes, short ones are written that do not count."""
         request = PeerRequest(mode, tuple(map(tuple, prompts)), max_tokens, temperature, seed)
         self._check(request)
         if not self._worker.is_alive or request.batch != self._batch:

@@ -152,10 +152,8 @@ def _tensors(request: PeerRequest) -> list[Any]:
 
 
 def _run(texts: list[list[int]], times: list[list[float]], kind: str) -> PeerRun:
-    """The run of texts whose outputs came at these times. Every output of a text is a pass of the target.
-
-    OpenVINO does not tell the draft tokens of requests that it batches.
-    """
+    """The run of texts whose outputs came at these times. Every output of a text is a pass of the target. OpenVINO does not
+    tell the draft tokens of requests that it batches."""
     num_tokens, num_passes = sum(map(len, texts)), sum(map(len, times))
     last, first = max(came[-1] for came in times), min(came[0] for came in times)
     return PeerRun(

@@ -129,10 +129,8 @@ class ServerProof:
         )
 
     def prove_text(self, other: CompletionsClient | None, temperature: float) -> Finding:
-        """Texts that are written together equal those that are written alone, by `other` where that is given.
-
-        A finding about seeded texts only informs, since nobody promises that they are equal.
-        """
+        """Texts that are written together equal those that are written alone, by `other` where that is given. A finding
+        about seeded texts only informs, since nobody promises that they are equal."""
         seeded, fields = temperature > 0.0, _request(temperature)
         asked = other if other is not None else self._client
         try:
@@ -382,11 +380,9 @@ def finding(judgement: Judgement, num_texts: int, length: int) -> Finding:
 
 
 def detectable(num_cells: int, num_texts: int) -> float:
-    """The total variation that a chi-square at `SIGNIFICANCE` notices with a probability of 99 %.
-
-    A shift of total variation t has a noncentrality of at least 4 * num_texts * t**2, whichever cells it moves between
-    (Cauchy and Schwarz). So this holds for every shift, and most shifts are noticed earlier.
-    """
+    """The total variation that a chi-square at `SIGNIFICANCE` notices with a probability of 99 %. A shift of total
+    variation t has a noncentrality of at least 4 * num_texts * t**2, whichever cells it moves between (Cauchy and Schwarz).
+    So this holds for every shift, and most shifts are noticed earlier."""
     return min(1.0, float((_noncentrality(max(1, num_cells - 1)) / (4 * num_texts)) ** 0.5))
 
 

@@ -118,11 +118,9 @@ class _Models:
 
 
 class _ChainNoise(ForkingNoise):
-    """Forks on what a rule reads from the coins of a chain, and not on each of them.
-
-    R1 reads how many fall True before the first that does not, and R3 which is the last one that falls True. All other
-    coins make no difference, so they are given a value that would make one under the other rule.
-    """
+    """Forks on what a rule reads from the coins of a chain, and not on each of them. R1 reads how many fall True before the
+    first that does not, and R3 which is the last one that falls True. All other coins make no difference, so they are given
+    a value that would make one under the other rule."""
 
     def __init__(self, rule: RuleName) -> None:
         super().__init__()

@@ -55,11 +55,9 @@ class _Around(Proposer):
 
 
 class MergedProposer(_Around):
-    """Adds a guess of up to two tokens to the tree of a draft model. The guess depends on the length of the text alone.
-
-    The first token stands below the root, and it may repeat a sampled sibling. The second one follows it and is declared
-    opaque.
-    """
+    """Adds a guess of up to two tokens to the tree of a draft model. The guess depends on the length of the text alone. The
+    first token stands below the root, and it may repeat a sampled sibling. The second one follows it and is declared
+    opaque."""
 
     def changed(self, draft: Draft, request: ProposeRequest) -> Draft:
         token = request.length % 3

@@ -50,10 +50,8 @@ def prove_sampled(rule: str, num_samples: int) -> Finding:
 
 
 def sample_p_value(rule: str, num_samples: int, bits: Bits = production_bits) -> float:
-    """The p-value of the first three tokens of many requests under the joint distribution of the target.
-
-    The tokens are drafted and verified.
-    """
+    """The p-value of the first three tokens of many requests under the joint distribution of the target. The tokens are
+    drafted and verified."""
     generator = torch.Generator().manual_seed(1)
     target = torch.rand(VOCAB, VOCAB, VOCAB, VOCAB, generator=generator, dtype=torch.float64) + 0.05
     draft = torch.rand(VOCAB, VOCAB, VOCAB, VOCAB, generator=generator, dtype=torch.float64) + 0.05

@@ -49,11 +49,8 @@ def save_tiny_llama(
     pieces: tuple[str, ...] = PIECES,
 ) -> str:
     """Write a Llama of few layers with random weights in float64; returns its path. One that speaks has a tokenizer with
-    these pieces, and an end of text.
-
-    The weights have a wide spread. At the usual spread of 0.02 all probabilities would be nearly equal, and a wrong mask
-    would change nothing.
-    """
+    these pieces, and an end of text. The weights have a wide spread. At the usual spread of 0.02 all probabilities would be
+    nearly equal, and a wrong mask would change nothing."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     end = pieces.index(END) if speaks else None
@@ -65,11 +62,9 @@ def save_tiny_llama(
 
 
 def save_tiny_hybrid(folder: Path, seed: int, *, num_layers: int = 2) -> str:
-    """Write an LFM2 over three tokens, short convolutions and a last layer that attends; returns its path.
-
-    Stock transformers computes a convolution in float64, so that bounds are as tight as for a Llama. The states of other
-    layers are float32 there.
-    """
+    """Write an LFM2 over three tokens, short convolutions and a last layer that attends; returns its path. Stock
+    transformers computes a convolution in float64, so that bounds are as tight as for a Llama. The states of other layers
+    are float32 there."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     kinds = [*("conv",) * (num_layers - 1), "full_attention"]
@@ -123,12 +118,9 @@ def _save_tokenizer(folder: Path, pieces: tuple[str, ...]) -> None:
 
 
 def raise_norms(model: Any) -> None:
-    """Let the norms of a float64 model compute in float64.
-
-    transformers normalises in float32, where a difference of 1e-16 between two batch shapes may become one of 1e-7. With
-    float64 throughout, two passes over the same tokens agree to about 1e-15, and the bounds of the proofs can be tight.
-    Norms of another form than Llama's stay as they are.
-    """
+    """Let the norms of a float64 model compute in float64. transformers normalises in float32, where a difference of 1e-16
+    between two batch shapes may become one of 1e-7. With float64 throughout, two passes over the same tokens agree to about
+    1e-15, and the bounds of the proofs can be tight. Norms of another form than Llama's stay as they are."""
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")) and hasattr(module, "variance_epsilon"):
             module.forward = _Norm(module)

@@ -267,11 +267,8 @@ class Source:
 
 
 def read_sources(path: Path, *, without: Path | None = None) -> list[Source]:
-    """Read a file, or every file of a folder.
-
-    Files that end in .jsonl hold one object a line; all others are texts. In a folder, hidden files and files that are no
-    text in UTF-8 are left out.
-    """
+    """Read a file, or every file of a folder. Files that end in .jsonl hold one object a line; all others are texts. In a
+    folder, hidden files and files that are no text in UTF-8 are left out."""
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]

@@ -105,10 +105,8 @@ class DistilledDraft(Trainee):
 
 @torch.no_grad()
 def write_on(model: Any, batch: Batch, temperature: float) -> Batch:
-    """Returns the same prompts with continuations that `model` draws, as long as the batch is.
-
-    All prompts are cut to the shortest one, so that every text grows by one token at a time.
-    """
+    """Returns the same prompts with continuations that `model` draws, as long as the batch is. All prompts are cut to the
+    shortest one, so that every text grows by one token at a time."""
     length = batch.token_ids.shape[1]
     start = max(1, min(int(batch.num_prompt_tokens.min()), length - 1))
     tokens = batch.token_ids[:, :start]

@@ -204,10 +204,8 @@ class Eagle3Settings(OwnLayerSettings):
 
 
 class Eagle1Settings(OwnLayerSettings):
-    """A head of EAGLE, which EAGLE-2 drafts trees with.
-
-    It continues what the target's final norm leaves. The target's output layer, which does not learn, reads what it leaves.
-    """
+    """A head of EAGLE, which EAGLE-2 drafts trees with. It continues what the target's final norm leaves. The target's
+    output layer, which does not learn, reads what it leaves."""
 
     method: Literal["eagle1"] = "eagle1"
     # Draft tokens behind each token of a text that it learns.

@@ -246,11 +246,9 @@ def compare_sizes(
     timed_target: str | None = None,
     watch: Callable[[Shape], Watcher | None] = lambda shape: None,
 ) -> list[Size]:
-    """Train a draft of each shape with the same settings, and say what each is worth; the best one first.
-
-    Called again after it was broken off, it goes on: trainings that have ended are not run again. Passes may be timed of
-    another target of the same tokens.
-    """
+    """Train a draft of each shape with the same settings, and say what each is worth; the best one first. Called again
+    after it was broken off, it goes on: trainings that have ended are not run again. Passes may be timed of another target
+    of the same tokens."""
     quiet = job.settings.replace(engine_prompts=0)
     found = {}
     for shape in shapes:

@@ -52,10 +52,8 @@ class FrozenTarget:
 
     @torch.no_grad()
     def states(self, token_ids: Tensor, layers: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
-        """Hidden states [num_texts, num_tokens, hidden_size] by transformers' index of the layer, and the logits.
-
-        Index i is the input of layer i, and the number of layers is what the final norm leaves.
-        """
+        """Hidden states [num_texts, num_tokens, hidden_size] by transformers' index of the layer, and the logits. Index i
+        is the input of layer i, and the number of layers is what the final norm leaves."""
         out = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
         return {layer: out.hidden_states[layer] for layer in layers}, out.logits
 
@@ -103,12 +101,9 @@ class FrozenTarget:
 
 
 class Teacher:
-    """Holds what the target says of a batch: computed, or as it was kept with the data.
-
-    The source "forward" runs the target on every batch; "hidden_states" takes the final ones from the data and runs the
-    head alone; "top_k" takes its most likely tokens from the data, and holds all others for impossible. `rows` names what
-    the data must hold.
-    """
+    """Holds what the target says of a batch: computed, or as it was kept with the data. The source "forward" runs the
+    target on every batch; "hidden_states" takes the final ones from the data and runs the head alone; "top_k" takes its
+    most likely tokens from the data, and holds all others for impossible. `rows` names what the data must hold."""
 
     def __init__(self, target: FrozenTarget, manifest: Manifest, source: str) -> None:
         self._target = target
@@ -158,9 +153,7 @@ class Features:
     @torch.no_grad()
     def read(self, batch: Batch) -> tuple[dict[int, Tensor], Tensor]:
         """Hidden states [num_texts, num_tokens, hidden_size] by layer, and the logits [num_texts, num_tokens, vocab_size].
-
-        What was kept has no row for the last token; there the one before stands in, which nobody may read.
-        """
+        What was kept has no row for the last token; there the one before stands in, which nobody may read."""
         if not self._kept:
             return self._target.states(batch.token_ids, self._layers)
         states = {layer: _with_last(batch.rows[hidden_name(layer)]) for layer in self._layers}

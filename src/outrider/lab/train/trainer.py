@@ -58,12 +58,10 @@ class Watcher:
 
 
 class Trainer:
-    """Trains, measures and keeps the best; a training that was broken off goes on from its last checkpoint.
-
-    Every step depends on its number, the weights and the optimisers' state alone. So a training that was killed and goes on
-    comes to the same weights as one that was not, to the bit, on the same machine and number of devices. The judge runs the
-    real engine.
-    """
+    """Trains, measures and keeps the best; a training that was broken off goes on from its last checkpoint. Every step
+    depends on its number, the weights and the optimisers' state alone. So a training that was killed and goes on comes to
+    the same weights as one that was not, to the bit, on the same machine and number of devices. The judge runs the real
+    engine."""
 
     def __init__(
         self,
@@ -244,11 +242,8 @@ _BETAS = (0.9, 0.95)
 def make_optimisers(
     module: nn.Module, settings: TrainSettings, vocab_sizes: Collection[int]
 ) -> list[torch.optim.Optimizer]:
-    """Optimisers for the parameters that learn.
-
-    Muon makes the step of a matrix orthogonal, which suits maps between hidden states. A table with a row for each token is
-    none of these, and so takes AdamW, as vectors do.
-    """
+    """Optimisers for the parameters that learn. Muon makes the step of a matrix orthogonal, which suits maps between hidden
+    states. A table with a row for each token is none of these, and so takes AdamW, as vectors do."""
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in learning if parameter.ndim == 2 and not set(parameter.shape) & set(vocab_sizes)]
     chosen = {id(parameter) for parameter in matrices}
@@ -349,12 +344,10 @@ class Board:
 
 
 class Judge:
-    """Runs the engine on held-out prompts. It is loaded when it is first asked.
-
-    The chance that the token rule accepts, which is measured on texts, is exact for a single token and cheap. It does not
-    see how drafts of several tokens are verified, what the engine's own kernels compute, or whether what was written loads
-    at all. This does, with the target loaded as `how` says.
-    """
+    """Runs the engine on held-out prompts. It is loaded when it is first asked. The chance that the token rule accepts,
+    which is measured on texts, is exact for a single token and cheap. It does not see how drafts of several tokens are
+    verified, what the engine's own kernels compute, or whether what was written loads at all. This does, with the target
+    loaded as `how` says."""
 
     def __init__(
         self, target: str, how: Mapping[str, Any], trainee: Trainee, data: TrainingData, settings: TrainSettings
