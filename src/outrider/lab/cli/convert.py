@@ -145,7 +145,7 @@ def quantize(
 
 
 def read_text(path: Path) -> str:
-    """What a file holds that an option names."""
+    """The content of a file that an option names."""
     try:
         return path.read_text("utf-8")
     except (OSError, ValueError) as error:

@@ -276,7 +276,7 @@ class Examination:
         )
 
     def _pairs(self, config: SpeculationConfig) -> list[tuple[Writing, Writing]]:
-        """The same texts written plainly and with drafts, round by round in turns."""
+        """Texts of each round, written plainly and with drafts in turns."""
         ways = {"plain": PLAIN, "drafts": config}
         contestants = [Contestant(name, partial(self._round, way), plain=way is PLAIN) for name, way in ways.items()]
         return list(zip(*interleave(self._sample.rounds, contestants).values(), strict=True))

@@ -1,4 +1,4 @@
-"""What rounding costs in quality: perplexities, how far two laws agree, and the card of a rounded checkpoint."""
+"""Measures what rounding costs in quality: perplexities, how far two laws agree, and the card of a rounded checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written in a measurement: built-in workloads, prompts and questions from files, recorded texts, long prompts."""
+"""Texts to write in a measurement: built-in workloads, prompts and questions from files, recorded texts, long prompts."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _finish(job: Job, plan: dict[str, Any], trainee: Trainee, outcome: Outcome, 
     """Write the result; what says that it is one comes last."""
     trainee.save(job.out)
     if judge is not None:
-        outcome = outcome.judged(judge(job.out))
+        outcome = replace(outcome, stats=judge(job.out))
     curves.draw(job.out, outcome.progress.measurements, f"{outcome.facts['kind']} for {outcome.target_title}")
     write_card(job.out, outcome, trainee.speculation(job.out))
     write_text(job.out / TRAINING, json.dumps({**plan, "result": outcome.figures()}, indent=1) + "\n")
@@ -335,10 +335,6 @@ class Outcome:
     def target_title(self) -> str:
         """The target's name, without the folders above it."""
         return Path(self.target).name
-
-    def judged(self, stats: RequestStats) -> Outcome:
-        """The same, and what the engine counted."""
-        return replace(self, stats=stats)
 
     def figures(self) -> dict[str, Any]:
         """The numbers, for programs."""

@@ -20,8 +20,8 @@ from outrider.records import TOP_LOGITS, TOP_TOKENS, Manifest, check_witness, hi
 
 
 class FrozenTarget:
-    """A stock model that is not trained, or the embedded one. The engine's own weights are packed, so it is loaded once
-    more for this."""
+    """A stock model that is not trained; without a name, the embedded one. The engine's own weights are packed, so it is
+    loaded once more for this."""
 
     def __init__(
         self,
