@@ -7,7 +7,7 @@ import os
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -17,11 +17,14 @@ from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
+
+if TYPE_CHECKING:
+    from outrider.lab.prove.running import Proof  # which imports torch
 
 #: The seconds that a mode may take to convert, load and write its first texts; those for any later answer, and what is
 #: added to them for every token.
@@ -97,6 +100,16 @@ class PeerEngine(Protocol):
         ...
 
 
+class OtherEngine(Protocol):
+    """An engine whose speculation is proved."""
+
+    title: str  # its name and version, as far as the engine tells them
+
+    def proofs(self, *, quick: bool) -> Sequence[Proof]:
+        """The claims by name, each with the function that proves it. They run in order, one at a time."""
+        ...
+
+
 class Peer(ABC):
     """Another engine that is measured. It is a context manager around a process of its own. The process starts with the
     first text, and again after a failure that ended it. So a mode that crashes or hangs loses only its own figures. In one
@@ -129,6 +142,11 @@ class Peer(ABC):
         """The packages that are not installed, and the command that installs them. None where all are installed."""
         absent = [name for name in cls.needs if util.find_spec(name) is None]
         return f"{', '.join(absent)} not installed; run: pip install 'outrider[{cls.extra}]'" if absent else None
+
+    @staticmethod
+    def proving(folder: Path) -> AbstractContextManager[OtherEngine] | None:
+        """The engine with tiny models in a folder, whose speculation can be proved. None where nobody has proofs for it."""
+        return None
 
     @property
     @abstractmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +18,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from outrider.errors import EngineAnswerError, MissingExtraError
-from outrider.lab.peers.base import GGUF_NAMES, Peer, PeerMode, PeerModels, PeerRequest, PeerRun, gguf_file
+from outrider.lab.peers.base import GGUF_NAMES, OtherEngine, Peer, PeerMode, PeerModels, PeerRequest, PeerRun, gguf_file
 
 if TYPE_CHECKING:
     from outrider.lab.peers.server import CompletionsClient
@@ -109,6 +109,10 @@ class LlamaCppPeer(Peer):
         if self.models.target.endswith(".gguf"):
             weights = "of the file"
         return f"weights {weights}, KV {_kv_type(self.models.dtype)}"
+
+    @staticmethod
+    def proving(folder: Path) -> AbstractContextManager[OtherEngine]:
+        return open_llama_cpp(folder)
 
 
 def _kv_type(dtype: str) -> str:

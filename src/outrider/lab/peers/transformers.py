@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outrider.lab.peers.base import Peer, PeerModels, PeerRequest, PeerRun
+from outrider.lab.peers.base import OtherEngine, Peer, PeerModels, PeerRequest, PeerRun
 
 #: The longest n-gram that prompt lookup matches. It falls back to shorter ones.
 _NGRAM_MAX = 3
@@ -81,6 +83,12 @@ class TransformersPeer(Peer):
     @property
     def precision(self) -> str:
         return f"weights and KV {self.models.dtype}"
+
+    @staticmethod
+    def proving(folder: Path) -> AbstractContextManager[OtherEngine]:
+        from outrider.lab.peers.assisted import AssistedGeneration
+
+        return nullcontext(AssistedGeneration(folder))
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Any, Any]:
