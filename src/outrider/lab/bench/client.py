@@ -20,7 +20,7 @@ from outrider.lab.bench.results import PLAIN, CellResult, Results, summarise
 from outrider.lab.bench.session import Store
 from outrider.lab.bench.settings import BenchSettings
 from outrider.lab.measure import machine
-from outrider.lab.measure.figures import Progress
+from outrider.lab.measure.progress import Progress
 from outrider.lab.measure.tasks import Task
 from outrider.lab.measure.writing import Contestant, Run, interleave
 from outrider.lab.peers.base import asked

@@ -22,8 +22,8 @@ from outrider.lab.bench.settings import BenchSettings, PrecisionName
 from outrider.lab.measure import machine
 from outrider.lab.measure.agreement import measure_rounding
 from outrider.lab.measure.decoding_config import DecodingConfig, precision, rounding, rounds_rows
-from outrider.lab.measure.figures import Progress
 from outrider.lab.measure.machine import LoadWatch
+from outrider.lab.measure.progress import Progress
 from outrider.lab.measure.widen_heads import wide_heads
 from outrider.lab.measure.writing import AGAIN, Contestant, EncodedTask, Run, encoded_tasks, interleave, mean_length, ours
 from outrider.lab.peers.base import Peer, PeerMode, PeerModels, PeerRun

@@ -9,7 +9,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from outrider.lab.measure.figures import Progress, clock
+from outrider.lab.measure.progress import Progress, clock
 
 if TYPE_CHECKING:
     from rich.console import Console

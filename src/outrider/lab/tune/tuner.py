@@ -15,8 +15,8 @@ from outrider.govern.costs import CostModel, CostTable
 from outrider.lab.doctor.measure import pass_seconds
 from outrider.lab.measure import machine
 from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
-from outrider.lab.measure.figures import Progress, clock
 from outrider.lab.measure.machine import LoadWatch
+from outrider.lab.measure.progress import Progress, clock
 from outrider.lab.measure.writing import EncodedTask, Run, believed_rounds, believed_speedup, interleave, mean_length, ours
 from outrider.lab.tune.results import Recommendation, Row, TuningResults, best, nothing_known, recommend
 from outrider.lab.tune.shadow import Shadow, ShadowScorer
