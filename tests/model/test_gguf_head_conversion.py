@@ -15,7 +15,7 @@ from outrider.cli.app import app
 from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, StorageError, UnsupportedModelError
 from outrider.heads.formats.published import is_head, read_head
-from outrider.lab.convert.gguf_head import write_gguf_head
+from outrider.lab.convert.gguf import write_gguf_head
 from outrider.lab.convert.gguf_vocabulary import placeholders
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
 from outrider.loading.gguf.header import read_gguf

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, ModelLoadError, OutriderError
-from outrider.lab.doctor.pairing import examine_pairing
+from outrider.lab.doctor.examination import examine_pairing
 from outrider.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
 from tests.model.core import of_formats

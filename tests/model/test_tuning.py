@@ -20,7 +20,6 @@ from outrider.cli.app import app
 from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.heads.checkpoint import load_heads, save_heads
-from outrider.lab.doctor.measure import PassTimes
 from outrider.lab.measure import writing
 from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
 from outrider.lab.measure.writing import EncodedTask, Run, write
@@ -260,7 +259,7 @@ class TestCommand:
     def test_predictions_from_times_that_cannot_be_are_not_kept(
         self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        flat = PassTimes({1: 1.0, 64: 1.0}, "16 rows seemed to cost no more than one")
+        flat = ({1: 1.0, 64: 1.0}, "16 rows seemed to cost no more than one")
         monkeypatch.setattr("outrider.lab.tune.tuner.pass_seconds", lambda *_: flat)
         answer = "".join('"a'[token] for token in RECORDED)
         result = self.tune(

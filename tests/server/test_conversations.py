@@ -11,7 +11,7 @@ import pytest
 
 from outrider import LLM
 from outrider.errors import InputError, InvalidPromptError
-from outrider.lab.train.prompts import encode_prompts, read_sources
+from outrider.lab.train.collect import encode_prompts, read_sources
 from outrider.server.chat import encode, ignored_fields
 from outrider.server.schemas import ChatRequest
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from functools import partial
 from itertools import count
 from math import prod
@@ -14,10 +13,10 @@ from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
 from outrider.cache.state import KVView
 from outrider.draft import EMPTY, Draft, Law
-from outrider.lab.prove import forking, reference, tree_reference
+from outrider.lab.prove import reference, tree_reference
 from outrider.lab.prove.forking import ForkingNoise, Outcome, explore, total_variation
-from outrider.lab.prove.reference import Probs
-from outrider.lab.prove.rules import RULE_NAMES, WrittenText, draw_tree, tensor
+from outrider.lab.prove.reference import Case, Joint
+from outrider.lab.prove.rules import RULE_NAMES, WrittenText, draw_tree, reference_is_exact, verifier_is_exact
 from outrider.lab.prove.running import Finding
 from outrider.lab.prove.target_settings import SHARED_TARGET_LAYERS
 from outrider.lab.prove.tiny import raise_engine_norms, save_tiny_heads, save_tiny_llama
@@ -26,71 +25,40 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence, Tokens
 from outrider.propose.settings import SpeculationConfig
-from outrider.verify.noise import NoiseSource
 from outrider.verify.processing import Processing
-from outrider.verify.verifier import Verifier
 
 # --- Proves the rules for drafts of several members: the rational reference, and the production Verifier against the
 # target.
-
-
-_MANY = 1_000
 
 
 def prove_merged_reference(
     rule: TreeRule, shape: Shape, count: int, length: int, *, alike: bool = False, guessed_tokens: int = 0
 ) -> Finding:
     """The rational reference of the rules for several members has a total variation of exactly 0."""
-    worst = Fraction(0)
-    for case in reference.cases(count, seed=8):
-        found = tree_reference.speculative_distribution(Members(case, alike, guessed_tokens), rule, shape, length)
-        worst = max(worst, reference.distance(found, reference.plain_distribution(case, length)))
-    detail = f"{count} cases, members of widths {shape}, joint of {length} tokens, in fractions"
-    return Finding(float(worst), 0.0, detail, worst == 0)
+
+    def written(case: Case) -> Joint:
+        return tree_reference.speculative_distribution(Members(case, alike, guessed_tokens), rule, shape, length)
+
+    return reference_is_exact(reference.cases(count, seed=8), written, length, f"members of widths {shape}")
 
 
 def prove_merged_verifier(
     rule: TreeRule, shape: Shape, count: int, length: int, *, alike: bool = False, guessed_tokens: int = 0
 ) -> Finding:
     """Total variation between what rounds of `Verifier.verify` on merged trees write and the target's distribution."""
-    worst, paths = 0.0, 0
-    for case in reference.cases(count, seed=9):
-        found = merged_verifier_distribution(Members(case, alike, guessed_tokens), rule, shape, length)
-        exact = {c: float(w) for c, w in reference.plain_distribution(case, length).items()}
-        worst = max(worst, forking.total_variation(found.probs, exact) + found.dropped)
-        paths += found.num_paths
-    return Finding(worst, 1e-12, f"{count} cases, members of widths {shape}, joint of {length} tokens, {paths} paths")
+
+    def joined(case: Case, text: WrittenText, source: DraftNoise, depth: int) -> Draft:
+        return _draw(Members(case, alike, guessed_tokens), text, source, shape, depth)
+
+    cases, said = reference.cases(count, seed=9), f"members of widths {shape}"
+    return verifier_is_exact(cases, RULE_NAMES[rule], joined, length, said)
 
 
-def merged_verifier_distribution(members: Members, rule: TreeRule, shape: Shape, length: int) -> forking.Distribution:
-    """The joint distribution of the first `length` tokens."""
-    noise = forking.ForkingNoise()
-    return forking.explore(lambda width: _decode(members, rule, noise, shape, length, width), noise, width=_MANY)
-
-
-def _decode(
-    members: Members, rule: TreeRule, noise: NoiseSource, shape: Shape, length: int, width: int
-) -> list[forking.Outcome]:
-    texts = [WrittenText.begin(i, RULE_NAMES[rule]) for i in range(width)]
-    verifier = Verifier(noise)
-    while running := [text for text in texts if len(text.output) < length]:
-        candidates, rows = [], list[Probs]()
-        for text in running:
-            draft = _draw(members, text, noise, shape, length - len(text.output) - 1)
-            first = len(rows)
-            rows += [members.case.target(text.output + path) for path in ((), *draft.paths)]
-            candidates.append(text.candidate(draft, (first, len(rows))))
-        verdicts = verifier.verify(candidates, tensor(rows).log())
-        for text, candidate, verdict in zip(running, candidates, verdicts, strict=True):
-            text.commit(candidate.draft, verdict)
-    return [text.output[:length] for text in texts]
-
-
-def _draw(members: Members, text: WrittenText, noise: NoiseSource, shape: Shape, depth: int) -> Draft:
+def _draw(members: Members, text: WrittenText, noise: DraftNoise, shape: Shape, depth: int) -> Draft:
     """The trees of all members, joined, with the guess beside them."""
     draft = EMPTY
     for member, widths in enumerate(shape):
-        source = DraftNoise(noise).member(member)
+        source = noise.member(member)
         tree = draw_tree(partial(members.draft, member), text, source, widths[:depth])
         draft, _ = draft.joined(tree, -1)
     guess = members.guessed(text.output)[:depth]

@@ -20,15 +20,10 @@ ASSISTANT = {"method": "gemma4_assistant", "model": HEADS, "num_draft_tokens": 2
 SETTINGS = {
     setting.name: setting
     for setting in (
-        Setting("block", ASSISTANT | {"rule": "block"}),
-        Setting("token", ASSISTANT | {"rule": "token"}),
-        Setting("seeded", ASSISTANT, {"seed": 5}),
-        Setting("two samples", ASSISTANT | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 3, "top_k": 2}),
-        Setting("temperature and filters", ASSISTANT, {"temperature": 0.7, "top_p": 0.9}),
-        Setting("tree, traversal", ASSISTANT | {"tree": (2, 1), "rule": "block"}),
-        Setting("tree, recursive rejection", ASSISTANT | {"tree": (2, 1), "rule": "token"}),
-        Setting("best-first tree", ASSISTANT | {"tree": "best_first", "num_draft_tokens": 4}),
-        Setting("behind a lookup", ASSISTANT, {"max_tokens": 4}, turns=((LOOKUP | {"num_draft_tokens": 1}, ASSISTANT),)),
+        *in_ways("assistant", ASSISTANT, "block | token | seeded | temperature and filters | tree, traversal"),
+        *in_ways("assistant", ASSISTANT, "tree, recursive rejection | best-first tree"),
+        Setting("assistant, two samples", one(ASSISTANT), {"n": 2, "max_tokens": 3, "top_k": 2}),
+        Setting("assistant behind a lookup", ASSISTANT, {"max_tokens": 4}, turns=behind(one(LOOKUP), ASSISTANT)),
     )
 }
 
@@ -68,4 +63,4 @@ def test_control_drafts_that_are_dropped_for_what_they_are_are_faults(
         return [draft.first(0) if draft.token_ids[:1] == (2,) else draft for draft in drafts]
 
     monkeypatch.setattr(AssistantProposer, "propose", picky)
-    assert planted.is_a_fault(proof, SETTINGS["token"])
+    assert planted.is_a_fault(proof, SETTINGS["assistant, token"])

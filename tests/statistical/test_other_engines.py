@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from outrider.errors import UnforkableError
-from outrider.lab.peers.assisted import CALLS, AssistedGeneration, Call
-from outrider.lab.peers.forking import explore_torch
+from outrider.lab.peers.assisted import CALLS, AssistedGeneration, Call, explore_torch
 
 pytestmark = pytest.mark.by_change("src/outrider/lab/prove/", "tests/statistical/test_other_engines.py")
 DRAFT = next(call for call in CALLS if call.name == "assistant_model=draft [num_assistant_tokens=2]")

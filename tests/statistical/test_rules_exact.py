@@ -143,15 +143,16 @@ def test_a_ratio_test_on_coupled_drafts_shows(monkeypatch):
 
 @of_the_prover
 def test_dropping_unlikely_drawn_tokens_shows(monkeypatch):
-    real = proofs._draft
+    real = proofs.draw_tree
 
     def unlikely(draft):
         return len(draft) > 0 and float(draft.draft_probs[0, draft.token_ids[0]]) < 0.4
 
     def dropping(*args):
-        return [draft.first(0) if unlikely(draft) else draft for draft in real(*args)]
+        draft = real(*args)
+        return draft.first(0) if unlikely(draft) else draft
 
-    monkeypatch.setattr(proofs, "_draft", dropping)
+    monkeypatch.setattr(proofs, "draw_tree", dropping)
     assert _red(ReferenceRule.TOKEN)
 
 

@@ -12,8 +12,8 @@ import torch
 from outrider.cache.running import CellRecord
 from outrider.lab.prove.engine import BOUND, EngineProof
 from outrider.lab.prove.forking import total_variation
-from outrider.lab.prove.settings import MTP, Setting
-from outrider.lab.prove.target_settings import RUNNING_HEADS_SETTINGS, RUNNING_SETTINGS, SHARED_TARGET_LAYERS
+from outrider.lab.prove.settings import Setting
+from outrider.lab.prove.target_settings import MTP, RUNNING_HEADS_SETTINGS, RUNNING_SETTINGS, SHARED_TARGET_LAYERS
 from outrider.lab.prove.tiny import save_tiny_heads, save_tiny_hybrid
 from outrider.lab.prove.tiny_heads import save_random_mtp
 from outrider.model.batch import Segment

@@ -19,7 +19,7 @@ from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.cli.app import app
 from outrider.errors import EngineAnswerError, InvalidParameterError, MissingExtraError
 from outrider.lab.peers.known import ServerOptions, open_engine
-from outrider.lab.peers.llama_cpp_proof import open_llama_cpp
+from outrider.lab.peers.llama_cpp import open_llama_cpp
 from outrider.lab.peers.server import Answer, CompletionsClient, ReferenceModel, Reported, ServerProof, detectable, judge
 from outrider.lab.prove.running import run_proofs
 from outrider.lab.prove.tiny import save_tiny_llama

@@ -19,8 +19,7 @@ from outrider.errors import ContradictionError, InputError, InvalidParameterErro
 from outrider.files import write_text, write_whole
 from outrider.lab.train import collect as collecting
 from outrider.lab.train.batches import Batches, load_data
-from outrider.lab.train.collect import Collected, collect
-from outrider.lab.train.prompts import encode_prompts, read_sources
+from outrider.lab.train.collect import Collected, collect, encode_prompts, read_sources
 from outrider.lab.train.target import FrozenTarget
 from outrider.prompts import PromptEncoder
 from outrider.records import TOP_LOGITS, TOP_TOKENS, WITNESS, DataSettings, Record, hidden_name, read_manifest, read_records

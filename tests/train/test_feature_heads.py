@@ -19,12 +19,10 @@ from outrider.kernels.formats import FORMATS
 from outrider.lab.convert.compressed_tensors import write_compressed
 from outrider.lab.train.batches import Batch, in_turn, load_data
 from outrider.lab.train.blocks import DflashSettings
-from outrider.lab.train.collect import collect
-from outrider.lab.train.depths import Depth, Said, depth_loss, frequent_tokens
-from outrider.lab.train.eagle import Eagle1Settings, Eagle3Settings, FeatureHeadSettings, _any_rows, _even_rows
-from outrider.lab.train.prompts import Source
+from outrider.lab.train.collect import Source, collect
+from outrider.lab.train.features import Eagle1Settings, Eagle3Settings, FeatureHeadSettings, _any_rows, _even_rows
 from outrider.lab.train.run import Job, train_heads
-from outrider.lab.train.settings import LOSSES, TrainSettings, divergence, overlap
+from outrider.lab.train.settings import LOSSES, Depth, Said, TrainSettings, depth_loss, divergence, frequent_tokens, overlap
 from outrider.lab.train.target import FrozenTarget
 from outrider.propose.base import ProposeRequest
 from outrider.propose.beside_target import ProposerBesideTarget

@@ -16,8 +16,8 @@ from outrider import LLM, SamplingParams
 from outrider.errors import InputError, InvalidParameterError, ModelLoadError, StorageError, UnsupportedModelError
 from outrider.heads.formats.mtp import name_mtp, read_mtp
 from outrider.lab.prove.tiny_heads import MTP_LAYOUTS, save_random_mtp
-from outrider.lab.train import mtp
-from outrider.lab.train.mtp import MtpSettings
+from outrider.lab.train import features as mtp
+from outrider.lab.train.features import MtpSettings
 from outrider.lab.train.run import Job, train_heads
 from outrider.lab.train.target import FrozenTarget
 from outrider.records import read_manifest

@@ -12,7 +12,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import default_model
 from outrider.lab.prove.tiny import raise_engine_norms
 from outrider.lab.train.blocks import DflashSettings
-from outrider.lab.train.eagle import Eagle1Settings, Eagle3Settings
+from outrider.lab.train.features import Eagle1Settings, Eagle3Settings
 from outrider.lab.train.run import Job, train_heads
 from outrider.lab.train.settings import HeadLearning, TrainSettings
 from outrider.records import DataSettings, Manifest, Record, TargetFacts, write_shard

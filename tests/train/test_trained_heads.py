@@ -14,11 +14,10 @@ from outrider import LLM, SamplingParams
 from outrider.errors import ContradictionError, HeadMismatchError, InputError, InvalidParameterError
 from outrider.heads.checkpoint import load_heads
 from outrider.heads.networks import randomise
-from outrider.lab.train import depths
+from outrider.lab.train import settings as depths
 from outrider.lab.train.batches import in_turn, load_data
-from outrider.lab.train.collect import collect
+from outrider.lab.train.collect import Source, collect
 from outrider.lab.train.heads import HeadSettings, TrainedHeads
-from outrider.lab.train.prompts import Source
 from outrider.lab.train.run import Job, train_heads
 from outrider.lab.train.settings import TrainSettings
 from outrider.lab.train.target import FrozenTarget

@@ -24,13 +24,14 @@ from outrider.errors import (
     VocabularyMismatchError,
 )
 from outrider.files import write_tensors
+from outrider.lab.economics import expected_tokens
 from outrider.lab.train import checkpoint, trainer
 from outrider.lab.train import distill as models
 from outrider.lab.train.batches import Batch, Batches
 from outrider.lab.train.checkpoint import Checkpoints, Progress
 from outrider.lab.train.distill import DistillSettings, Shape, draft_to_begin_with, parse_shape, pruned, write_on
 from outrider.lab.train.run import Job, compare_sizes, train_draft, worth
-from outrider.lab.train.settings import LOSSES, TrainSettings, chain_tau, divergence, overlap
+from outrider.lab.train.settings import LOSSES, TrainSettings, divergence, overlap
 from outrider.lab.train.target import FrozenTarget
 from outrider.lab.train.trainer import Watcher
 from tests.train.markov import VOCAB, WIDTH, save_data
@@ -410,8 +411,7 @@ def test_pieces_in_which_the_target_wrote_nothing_measure_nothing(job: Job, targ
 
 @pytest.mark.parametrize("source", ["hidden_states", "top_k"])
 def test_what_the_data_hold_teaches_as_the_target_does(target: str, tmp_path: Path, job: Job, source: str) -> None:
-    from outrider.lab.train.collect import collect
-    from outrider.lab.train.prompts import Source
+    from outrider.lab.train.collect import Source, collect
     from outrider.records import DataSettings
 
     sources = [Source(f"{i}", "prompt", [i, (i * 5) % VOCAB]) for i in range(VOCAB)]
@@ -608,7 +608,7 @@ def test_the_worth_of_a_size_is_the_formula() -> None:
     by_length = {k: (1 - 0.8 ** (k + 1)) / (1 - 0.8) * 10.1 / (0.5 * k + 10.0 + 0.1 * (k + 1)) for k in range(1, 7)}
     assert size.speedup == pytest.approx(max(by_length.values()))
     assert size.num_draft_tokens == max(by_length, key=lambda k: by_length[k])
-    assert size.tau == pytest.approx(chain_tau([0.8] * size.num_draft_tokens))
+    assert size.tau == pytest.approx(expected_tokens([0.8] * size.num_draft_tokens))
 
 
 def test_sizes_are_compared_and_kept(job: Job) -> None:

@@ -14,8 +14,8 @@ import outrider
 from outrider.cli.options import method_settings
 from outrider.config import default_model
 from outrider.lab.bench import report
-from outrider.lab.bench.advice import advise
 from outrider.lab.bench.plan import Cell
+from outrider.lab.bench.report import advise
 from outrider.lab.bench.results import Advice, CellResult, Outcome, Results, WayResult
 from outrider.lab.measure.decoding_config import parse_ways
 from outrider.lab.measure.figures import Spread

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from outrider.config import default_model
-from outrider.lab.train.card import _argument
+from outrider.lab.train.run import _argument
 
 
 def test_the_target_is_written_as_it_is_loaded(tmp_path: Path) -> None:

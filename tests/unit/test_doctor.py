@@ -143,10 +143,9 @@ def _pairs(
 
     monkeypatch.setattr(examination, "write", write)
     llm: Any = SimpleNamespace(engine=None)
-    found = Examination(llm, PLAIN, Sample([[]], "", 1.0))
+    found = Examination(llm, PLAIN, Sample([[], []], "", 1.0))
     config = SpeculationConfig.of("ngram")
-    pairs = [found._pair([], config, turn) for turn in range(2)]
-    return order, found._believed("ngram", pairs), found._doubts
+    return order, found._believed("ngram", found._pairs(config)), found._doubts
 
 
 def test_pairs_alternate_and_one_that_cannot_be_true_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:

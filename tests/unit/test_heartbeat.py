@@ -17,6 +17,7 @@ from outrider.lab.cli import progress as heartbeat
 from outrider.lab.cli import train
 from outrider.lab.cli.bench import _duration
 from outrider.lab.cli.progress import shown_progress
+from outrider.lab.measure import progress as pace
 from outrider.lab.prove.running import Check, Finding, Report
 from outrider.lab.train.checkpoint import Measurement
 
@@ -47,23 +48,23 @@ def test_a_pipe_gets_lines_and_a_terminal_a_bar(terminal: bool, monkeypatch: pyt
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(heartbeat, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(pace, "perf_counter", lambda: now[0])
     return now
 
 
 def test_the_time_that_is_left_runs_down_and_grows_with_a_turn_that_takes_long(clock: list[float]) -> None:
-    pace = heartbeat.Pace()
-    pace.expect("steps", 40, 10)  # a training that goes on where it was broken off
-    assert pace.left() is None
+    steps = pace.Progress()
+    steps.expect("steps", 40, 10)  # a training that goes on where it was broken off
+    assert steps.left() is None
     clock[0] = 50
-    pace.reach(20)  # fifty seconds for ten steps, and twenty are left
-    assert pace.left() == 100
+    steps.reach(20)  # fifty seconds for ten steps, and twenty are left
+    assert steps.left() == 100
     clock[0] = 53
-    assert pace.left() == 97
+    assert steps.left() == 97
     clock[0] = 160  # one turn that takes as long as twenty of the others: each takes ten seconds and more
-    assert pace.left() == pytest.approx(160 / 11 * 19)
-    pace.reach(40)
-    assert pace.left() is None
+    assert steps.left() == pytest.approx(160 / 11 * 19)
+    steps.reach(40)
+    assert steps.left() is None
 
 
 def test_turns_that_fall_away_or_come_again_change_the_time_that_is_left(clock: list[float]) -> None:
@@ -72,11 +73,11 @@ def test_turns_that_fall_away_or_come_again_change_the_time_that_is_left(clock: 
     clock[0] = 30
     for _ in range(3):
         beat.advance()
-    assert beat._pace.left() == 90
+    assert beat.left() == 90
     beat.change(-6)
-    assert beat._pace.left() == 30
+    assert beat.left() == 30
     beat.change(2)
-    assert beat._pace.left() == 50
+    assert beat.left() == 50
 
 
 def test_a_bar_in_a_terminal_says_the_time_that_is_left(clock: list[float]) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,12 @@ from outrider.lab.peers import openvino
 from outrider.lab.peers.base import (
     TOKEN_SECONDS,
     Peer,
-    PeerEngine,
     PeerMode,
     PeerModels,
     PeerRequest,
     PeerRun,
     Worker,
     _deadline,
-    build_with,
     converted_path,
     gguf_file,
 )
@@ -59,14 +57,7 @@ class ObedientPeer(Peer):
     package = "outrider"
     dtypes = ("float32",)
     precision = "none"
-
-    @staticmethod
-    def missing() -> str | None:
-        return None
-
-    @staticmethod
-    def building(models: PeerModels) -> Callable[[], PeerEngine]:
-        return build_with(Obedient, models)
+    engine = Obedient
 
 
 @pytest.fixture
@@ -137,7 +128,7 @@ def test_a_process_that_died_between_two_texts_is_replaced(peer):
 
 
 def test_an_interrupt_leaves_a_process_that_is_starting_alone(capfd):
-    worker = Worker("obedient", build_with(Obedient, PeerModels("here", None, "float32", 1, Path())))
+    worker = Worker("obedient", partial(Obedient, PeerModels("here", None, "float32", 1, Path())))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     worker._start()
     signal.signal(signal.SIGINT, before)
@@ -154,7 +145,7 @@ def test_an_interrupt_leaves_a_process_that_is_starting_alone(capfd):
 
 
 def test_an_engine_that_cannot_be_built():
-    worker = Worker("obedient", build_with(Obedient, PeerModels("missing", None, "float32", 1, Path())))
+    worker = Worker("obedient", partial(Obedient, PeerModels("missing", None, "float32", 1, Path())))
     with pytest.raises(EngineAnswerError, match="FileNotFoundError: no such checkpoint"):
         worker.ask(PeerRequest(PLAIN, ((1,),), 1, 0.0, None), 30.0)
     worker.close()

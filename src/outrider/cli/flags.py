@@ -50,7 +50,7 @@ class _Command:
     """Finds out its options when they are asked for: the help of all verbs has no use for them."""
 
     def __init__(self, ahead: int | None, defaults: Mapping[str, Any], command: Callable[..., None]) -> None:
-        update_wrapper(self, command, ("__module__", "__name__", "__qualname__", "__doc__"))
+        update_wrapper(self, command, ("__module__", "__name__", "__qualname__", "__doc__"), ())
         self._command, self._ahead, self._defaults = command, ahead, defaults
 
     def __getattr__(self, name: str) -> Any:

@@ -15,8 +15,8 @@ from operator import mul
 
 def expected_tokens(chances: Iterable[float]) -> float:
     """Tokens that a round is expected to write, the target's own included."""
-    reached: Iterable[float] = accumulate(chances, mul)
-    return 1.0 + sum(reached)
+    total: float = sum(accumulate((1.0, *chances), mul))
+    return total
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,7 @@ class PassCost:
         bytes_per_weight: float = 2.0,
         kv_gb: float = 0.0,
     ) -> PassCost:
-        """The cost from sizes: two operations for each weight and row.
-
-        Args:
-            teraflops: Operations a second, in 10**12; None where arithmetic never limits.
-        """
+        """The cost from sizes: two operations for each weight and row. Teraflops are None where arithmetic never limits."""
         row_seconds = 0.0 if teraflops is None else 2.0 * gigabytes / bytes_per_weight / (1000.0 * teraflops)
         return PassCost(gigabytes / bandwidth, row_seconds, kv_gb / bandwidth)
 

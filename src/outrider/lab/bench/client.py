@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,19 +12,18 @@ from http.client import HTTPException
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 from outrider.errors import EngineAnswerError, InvalidParameterError, OtherEngineError
-from outrider.lab.bench.advice import advise
 from outrider.lab.bench.plan import Cell, digest, tasks_of
+from outrider.lab.bench.report import advise
 from outrider.lab.bench.results import PLAIN, CellResult, Results, summarise
 from outrider.lab.bench.session import Store
 from outrider.lab.bench.settings import BenchSettings
 from outrider.lab.measure import machine
-from outrider.lab.measure.figures import Progress
+from outrider.lab.measure.progress import Progress
 from outrider.lab.measure.tasks import Task
 from outrider.lab.measure.writing import Contestant, Run, interleave
+from outrider.lab.peers.base import asked
 from outrider.loading.sources import usable_device
 from outrider.results import RequestStats
 
@@ -38,11 +36,7 @@ AS_SERVED = "as served"
 
 
 class ClientSession:
-    """One run against one server.
-
-    Attributes:
-        measured: The cells of this run, in their order.
-    """
+    """One run against one server. `measured` holds its cells, in their order."""
 
     def __init__(self, settings: BenchSettings, progress: Progress | None = None) -> None:
         assert settings.bench_client is not None
@@ -54,11 +48,7 @@ class ClientSession:
         self.measured: list[CellResult] = []
 
     def run(self) -> Results:
-        """Measure every cell.
-
-        Returns:
-            The results of this run. They replace what `out` held.
-        """
+        """Measure every cell. The results of this run replace what `out` held."""
         store, results = Store(self._settings.out), Results(machine=machine.describe(usable_device(None)))
         model = self._settings.model or self._first_model()
         ways = self._requested(model)
@@ -101,7 +91,7 @@ class ClientSession:
                         tasks=digest(tasks),
                     )
 
-    def _measure(self, cell: Cell, contestants: list[Contestant]) -> CellResult:
+    def _measure(self, cell: Cell, contestants: list[Contestant[Run]]) -> CellResult:
         rounds = list(cell.rounds(self._tasks[cell.workload]))
         self._progress.expect(cell.load, len(contestants) * len(rounds) + 1)
         for task in {task.name: task for tasks in rounds for task in tasks}.values():
@@ -120,7 +110,7 @@ class ClientSession:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _first_model(self) -> str:
-        with self._sent("models", None) as answer:
+        with asked(self._root, "models", None, _TIMEOUT) as answer:
             try:
                 return str(json.load(answer)["data"][0]["id"])
             except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -128,12 +118,12 @@ class ClientSession:
 
     def _ask(self, task: Task, fields: Mapping[str, Any]) -> Answer:
         """One text, as it arrives."""
-        asked = {"messages": list(task.messages)} if task.messages else {"prompt": task.prompt}
+        question = {"messages": list(task.messages)} if task.messages else {"prompt": task.prompt}
         path = "chat/completions" if task.messages else "completions"
-        body = {**asked, "stream": True, "stream_options": {"include_usage": True}, **fields}
+        body = {**question, "stream": True, "stream_options": {"include_usage": True}, **fields}
         answer = Answer()
         try:
-            with self._sent(path, body) as lines:
+            with asked(self._root, path, body, _TIMEOUT) as lines:
                 for line in lines:
                     if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                         answer.take(json.loads(line[5:]), perf_counter())
@@ -144,21 +134,8 @@ class ClientSession:
             raise EngineAnswerError(self._root, f"it wrote nothing for {task.name}: {answer.said}", "See its log.")
         return answer
 
-    def _sent(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            return urlopen(Request(f"{self._root}/v1/{path}", data, headers), timeout=_TIMEOUT)
-        except HTTPError as error:
-            said = error.read(500).decode("utf-8", "replace").strip()
-            raise EngineAnswerError(self._root, f"answers {error.code} on {path}: {said}", "See its log.") from error
-        except (URLError, HTTPException, OSError, ValueError) as error:
-            raise EngineAnswerError(self._root, f"does not answer: {error}", "Is it up, and the address right?") from error
 
-
-def _fail(_: Contestant, error: OtherEngineError) -> None:
+def _fail(_: Contestant[Run], error: OtherEngineError) -> None:
     raise error
 
 

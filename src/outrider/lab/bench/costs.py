@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, Self
 
 from torch import nn
@@ -19,9 +17,6 @@ from outrider.loading import hf_modules
 from outrider.model import memory
 from outrider.model.memory import PassTimer, is_mixture
 from outrider.model.runner import ModelRunner
-
-# --- Chooses the passes of a model that are timed, and summarises their times.
-
 
 #: The contexts of a full run.
 _FULL_CONTEXTS = (128, 1000, 1900)
@@ -40,11 +35,7 @@ class CostPlan:
 
     @classmethod
     def of(cls, settings: BenchSettings, limit: int) -> Self:
-        """The passes of a run.
-
-        Args:
-            limit: The context of the model, in tokens.
-        """
+        """The passes of a run; `limit` is the context of the model in tokens."""
         for field, asked in (("context", settings.contexts), ("chunk", settings.chunks)):
             for value in asked:
                 if value + (field == "context") > limit:
@@ -76,11 +67,7 @@ class CostPlan:
         return set(self.contexts) <= known.pass_seconds.keys() and set(self.parts) <= parts
 
     def measure(self, runner: ModelRunner, positions: int | None, on_round: Callable[[], None]) -> ModelResult:
-        """Time all passes.
-
-        Args:
-            positions: How many positions the rotary range was stretched to. None where it was not.
-        """
+        """Time all passes. The rotary range was stretched to so many positions; None where it was not."""
         model = runner.loaded.model
         ends = [context + n for context in self.contexts for n in self.rows] + [start + n for start, n in self.parts]
         timer = PassTimer(runner, min(self.limit, max(ends)))
@@ -110,28 +97,14 @@ def prefill(
     repeats: int,
     on_round: Callable[[], None] = lambda: None,
 ) -> list[PrefillResult]:
-    """The median seconds of passes over parts of a prompt. A round times every part once.
-
-    Args:
-        places: (tokens before the rows, rows) of each pass.
-        arithmetic: What a pass computes. None where it cannot be counted.
-    """
-    times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for turn in range(repeats + 1):
-        for start, rows in places:
-            timer.compute(start)
-            seconds = timer.seconds(start, rows, logits=False)
-            if turn:
-                times[start, rows].append(seconds)
-        on_round()
+    """The median seconds of passes over parts of a prompt: places of (tokens before the rows, rows). A round times every
+    part once. There is no arithmetic where it cannot be counted."""
+    found = row_costs.median_seconds(timer, places, repeats, on_round, logits=False)
     return [
         PrefillResult(
-            start=start,
-            rows=rows,
-            seconds=median(times[start, rows]),
-            operations=arithmetic.operations(start, rows) if arithmetic else None,
+            start=start, rows=rows, seconds=seconds, operations=arithmetic.operations(start, rows) if arithmetic else None
         )
-        for start, rows in places
+        for (start, rows), seconds in found.items()
     ]
 
 

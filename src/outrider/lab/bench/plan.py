@@ -84,15 +84,8 @@ class Cell(BaseModel):
 
 
 class CellPlan:
-    """Everything that a run will measure. It is known before a model is loaded.
-
-    Args:
-        draft_model: The draft model for the ways that need one. None where there is none.
-
-    Attributes:
-        tasks: The tasks by workload.
-        ways: The ways to decode, plain decoding first.
-    """
+    """Everything that a run will measure: tasks by workload, and ways to decode, plain decoding first. It is known before a
+    model is loaded."""
 
     def __init__(self, settings: BenchSettings, model: str, draft_model: str | None) -> None:
         self._settings = settings

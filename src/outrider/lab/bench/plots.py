@@ -8,13 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outrider.lab.bench.plan import Cell
 from outrider.lab.bench.results import CellResult, PrefillResult, Results, WayResult
 from outrider.lab.economics import Economics
 from outrider.lab.measure.figures import Spread
-
-# --- Plots as PNG and SVG: speedup, cost of rows, prefill, acceptance by position, throughput against batch.
-
 
 REMEDY = "pip install 'outrider[bench]'"
 #: The colours of the pages, which stay apart for colour-blind readers.
@@ -78,15 +74,12 @@ def _panels(count: int, height: float, columns: int = 1) -> tuple[Any, list[Any]
 
 def _colours(names: Iterable[str]) -> dict[str, Any]:
     """Plain decoding is grey. Others have the colours of the pages, darker each time these are used up."""
-    others = dict.fromkeys(name for name in names if name != "plain")
-    found = {name: _darker(PALETTE[i % len(PALETTE)], 0.7 ** (i // len(PALETTE))) for i, name in enumerate(others)}
-    return {"plain": _PLAIN, **found}
-
-
-def _darker(colour: str, share: float) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
-    return tuple(part * share for part in to_rgb(colour))
+    found: dict[str, Any] = {"plain": _PLAIN}
+    for i, name in enumerate(dict.fromkeys(name for name in names if name != "plain")):
+        found[name] = tuple(part * 0.7 ** (i // len(PALETTE)) for part in to_rgb(PALETTE[i % len(PALETTE)]))
+    return found
 
 
 def speedup(results: Results) -> Any | None:
@@ -207,7 +200,7 @@ def acceptance(results: Results) -> Any | None:
             _tell(panel, {len(curve): curve[-1]}, "{:.2f}")
         panel.set(ylabel="accepted", xlabel="position", ylim=(0, 1.03))
         panel.xaxis.get_major_locator().set_params(integer=True)
-        panel.set_title(_load(result.cell), fontsize=9)
+        panel.set_title(result.cell.load.removesuffix(", batch 1"), fontsize=9)
         panel.legend(frameon=False, fontsize=7, ncols=2)
     figure.suptitle("Acceptance by position in the draft, given that those before it stood", fontsize=11)
     return figure
@@ -256,10 +249,6 @@ def throughput(results: Results) -> Any | None:
         panel.set_title(title, fontsize=9)
         panel.legend(frameon=False, fontsize=8)
     return figure
-
-
-def _load(cell: Cell) -> str:
-    return cell.load.removesuffix(", batch 1")
 
 
 # --- Plots the predicted value of drafts of every length, for `outrider plan`.

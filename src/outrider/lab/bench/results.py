@@ -24,9 +24,6 @@ from outrider.lab.measure.figures import (
 from outrider.lab.measure.writing import SLACK, Contestant, Run, believed_rounds
 from outrider.results import RequestStats
 
-# --- The results: the figures of every way in every cell, and the costs of rows. They are kept as JSON from run to run.
-
-
 #: The tokens before the rows of passes in results that were kept before other contexts were measured.
 _EARLIER_CONTEXT = 128
 
@@ -257,29 +254,27 @@ PLAIN = "plain"
 
 
 def summarise(
-    contestants: Sequence[Contestant],
+    contestants: Sequence[Contestant[Run]],
     runs: Mapping[str, list[Run]],
     batch: int,
     model: ModelResult | None = None,
     bandwidth: float | None = None,
     context: float = 0.0,
 ) -> list[WayResult]:
-    """The figures of every contestant. Speedups are over our plain decoding in the same round, where it takes part.
-
-    Args:
-        model: The costs of the target. None where they are not known.
-        bandwidth: The bytes per second that the machine reads.
-    """
+    """The figures of every contestant. Speedups are over our plain decoding in the same round, where it takes part. The
+    costs of the target and the bytes per second that the machine reads are None where they are not known."""
     plain = runs.get(PLAIN, [])
     found = [_summary(c, runs[c.name], plain, batch, model, bandwidth) for c in contestants if c.name in runs]
     if model is not None:
         for result in found:
-            _add_limits(result, batch, model.seconds_near(context))
+            if result.rows is not None:  # what eta would be if only the target's pass cost time
+                cost = row_cost_ratio(model.seconds_near(context), batch * result.rows, batch)
+                result.eta_limit = None if cost is None else 1.0 / cost
     return found
 
 
 def _summary(
-    contestant: Contestant,
+    contestant: Contestant[Run],
     runs: list[Run],
     plain: list[Run],
     batch: int,
@@ -287,11 +282,13 @@ def _summary(
     bandwidth: float | None,
 ) -> WayResult:
     speeds = [run.tokens_per_second for run in runs if run.tokens_per_second is not None]
+    whole = Spread.of([run.whole_tokens_per_second for run in runs])
+    assert whole is not None
     result = WayResult(
         name=contestant.name,
         peer=contestant.peer,
         tokens_per_second=Spread.of(speeds),
-        whole_tokens_per_second=_certain([run.whole_tokens_per_second for run in runs]),
+        whole_tokens_per_second=whole,
         time_to_first_token=Spread.of([seconds for run in runs for seconds in run.first_token_seconds]),
         gap_p50=percentile([gap for run in runs for gap in run.gaps], 0.50),
         gap_p99=percentile([gap for run in runs for gap in run.gaps], 0.99),
@@ -322,12 +319,6 @@ def reads_too_fast(runs: Mapping[str, list[Run]], batch: int, model: ModelResult
     return median(speeds) * model.weight_bytes > SLACK * bandwidth and not machine.fits_a_cache(model.weight_bytes)
 
 
-def _certain(values: list[float]) -> Spread:
-    spread = Spread.of(values)
-    assert spread is not None
-    return spread
-
-
 def _ratios(rounds: Sequence[tuple[Run, Run]], speed: Callable[[Run], float | None]) -> Spread | None:
     """The ratios of two speeds within each round. A round does not count where one of the two is not known."""
     pairs = [(speed(run), speed(base)) for run, base in rounds]
@@ -356,10 +347,3 @@ def _add_drafts(result: WayResult, runs: list[Run]) -> None:
         result.tau = result.tokens_per_pass
     if result.tau is not None and result.speedup is not None:
         result.eta = result.speedup.median / result.tau
-
-
-def _add_limits(result: WayResult, batch: int, row_seconds: Mapping[int, float]) -> None:
-    """Add what eta would be if only the target's pass cost time."""
-    if result.rows is not None:
-        cost = row_cost_ratio(row_seconds, batch * result.rows, batch)
-        result.eta_limit = None if cost is None else 1.0 / cost

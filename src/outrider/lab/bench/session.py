@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -15,29 +14,27 @@ from pydantic import ValidationError
 
 from outrider.config import ROUNDED_ROWS, ModelConfig, default_model
 from outrider.errors import InvalidParameterError, MissingExtraError, ModelError, OtherEngineError
-from outrider.lab.bench.advice import advise
 from outrider.lab.bench.costs import CostPlan
 from outrider.lab.bench.plan import Cell, CellPlan
+from outrider.lab.bench.report import advise
 from outrider.lab.bench.results import CellResult, ModelResult, Results, reads_too_fast, summarise
 from outrider.lab.bench.settings import BenchSettings, PrecisionName
 from outrider.lab.measure import machine
 from outrider.lab.measure.agreement import measure_rounding
 from outrider.lab.measure.decoding_config import DecodingConfig, precision, rounding, rounds_rows
-from outrider.lab.measure.figures import Progress
 from outrider.lab.measure.machine import LoadWatch
+from outrider.lab.measure.progress import Progress
 from outrider.lab.measure.widen_heads import wide_heads
-from outrider.lab.measure.writing import AGAIN, Contestant, EncodedTask, Run, encoded_tasks, interleave, ours
+from outrider.lab.measure.writing import AGAIN, Contestant, EncodedTask, Run, encoded_tasks, interleave, mean_length, ours
 from outrider.lab.peers.base import Peer, PeerMode, PeerModels, PeerRun
 from outrider.lab.peers.known import open_peer
+from outrider.lab.prove.running import threads
 from outrider.llm import LLM
 from outrider.loading.configuration import read_context
 from outrider.loading.sources import check_sources, usable_device
 from outrider.propose.row_heads import FolderMethod
 from outrider.results import RequestStats
 from outrider.widen import cache_folder, stretched, wide_target
-
-# --- A whole run: for each precision the costs of rows, and then the cells of the plan. It stores results after each cell.
-
 
 _WARM_UP_TOKENS = 4
 #: KV memory, in tokens, for the draft behind a text.
@@ -49,12 +46,7 @@ _PRODUCT_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Session:
-    """One run of the benchmark.
-
-    Attributes:
-        plan: What will be measured.
-        measured: The cells of this run, in the order of the plan.
-    """
+    """One run of the benchmark: the plan of what is measured, and the cells that were, in the order of the plan."""
 
     def __init__(self, settings: BenchSettings, progress: Progress | None = None) -> None:
         check_sources(model=settings.model, draft_model=settings.draft_model)
@@ -76,13 +68,10 @@ class Session:
         self.measured: list[CellResult] = []
 
     def run(self) -> Results:
-        """Measure every cell of the plan. A full run measures only those that are missing in its folder.
-
-        Returns:
-            All results in the folder, or those of this run where there is no folder.
-        """
+        """Measure every cell of the plan. A full run measures only those that are missing in its folder, and returns all
+        results there; without a folder the results are those of this run."""
         settings, store, watch = self._settings, Store(self._settings.out), LoadWatch()
-        with _threads(settings.num_threads):
+        with threads(settings.num_threads):
             device = usable_device(settings.device)
             results = store.open(machine.describe(device))
             if results.bandwidth is None or not results.products or not settings.full:
@@ -199,7 +188,7 @@ class Session:
 
     # -- a cell --------------------------------------------------------------------------------------------------------
 
-    def _contestants(self, cell: Cell, llm: LLM, peers: list[Peer]) -> list[Contestant]:
+    def _contestants(self, cell: Cell, llm: LLM, peers: list[Peer]) -> list[Contestant[Run]]:
         found = [ours(llm, self._carried(way), cell.temperature) for way in self.plan.ways_of(cell)]
         for peer in peers if cell.peers else ():
             modes = peer.modes(full=self._settings.full, batch=cell.batch)
@@ -213,15 +202,15 @@ class Session:
             return way
         return replace(way, config=way.config.replace(method=method.replace(model=wide_heads(method.model))))
 
-    def _measure(self, cell: Cell, contestants: list[Contestant], model: ModelResult, results: Results) -> CellResult:
+    def _measure(self, cell: Cell, contestants: list[Contestant[Run]], model: ModelResult, results: Results) -> CellResult:
         """Let every contestant write a few tokens to warm up, and then measure all rounds."""
         rounds = list(cell.rounds(self._texts[cell.workload]))
         dropouts: list[str] = []
 
-        def dropped(contestant: Contestant, error: OtherEngineError) -> None:
+        def dropped(contestant: Contestant[Run], error: OtherEngineError) -> None:
             dropouts.append(f"{contestant.name} dropped out of {cell.load}: {error.problem}")
 
-        def advance(_: Contestant) -> None:
+        def advance(_: Contestant[Run]) -> None:
             self._progress.advance()
 
         self._progress.expect(cell.load, len(contestants) * (1 + len(rounds)))
@@ -238,7 +227,9 @@ class Session:
         else:
             if reads_too_fast(runs, cell.batch, model, results.bandwidth):
                 results.note("plain decoding seemed to read weights faster than torch reads memory, so no share is told")
-        ways = summarise(ready, runs, cell.batch, model, results.bandwidth, _mean_length(rounds))
+        ways = summarise(
+            ready, runs, cell.batch, model, results.bandwidth, mean_length([task for tasks in rounds for task in tasks])
+        )
         greedy = cell.sampling == "greedy"
         recipes = {way.name: way.recipe(cell.model, cell.dtype, greedy=greedy) for way in self.plan.ways_of(cell)}
         return CellResult(cell=cell, ways=ways, dropouts=dropouts, recipes=recipes)
@@ -259,32 +250,12 @@ def _positions(settings: BenchSettings, context: int) -> int | None:
     return 1 << (needed - 1).bit_length() if needed > context else None
 
 
-def _mean_length(rounds: list[list[EncodedTask]]) -> float:
-    """The mean length of the texts while they are written."""
-    return fmean(len(task.prompt_ids) + task.max_tokens / 2 for tasks in rounds for task in tasks)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Let torch compute with this number of threads within the block."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # --- Keeps results in a folder from run to run.
 
 
 class Store:
-    """Results in a folder. They are written after every cell, so that an interrupted run loses at most one cell.
-
-    Args:
-        folder: The folder. None keeps nothing.
-    """
+    """Results in a folder, or nowhere. They are written after every cell, so that an interrupted run loses at most one
+    cell."""
 
     NAME = "results.json"
 
@@ -308,16 +279,12 @@ class Store:
         if found.machine == machine:
             found.notes.clear()  # every run adds its own
             return found
-        aside = self._aside()
+        names = (self._folder / f"results-{i}.json" for i in range(1, 10_000))
+        aside = next(path for path in names if not path.exists())
         file.rename(aside)
         fresh = Results(machine=machine)
         fresh.note(f"results of another machine or of other versions were set aside as {aside.name}")
         return fresh
-
-    def _aside(self) -> Path:
-        assert self._folder is not None
-        names = (self._folder / f"results-{i}.json" for i in range(1, 10_000))
-        return next(path for path in names if not path.exists())
 
     def save(self, results: Results) -> None:
         """Replace the file. An interruption leaves either the old file or the new one. What other work disturbed is left
@@ -332,7 +299,7 @@ class Store:
 # --- Another engine as a contestant: one of its modes writes the texts of a round.
 
 
-def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant:
+def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant[Run]:
     """A contestant for one mode of a peer."""
 
     def generate(tasks: Sequence[EncodedTask]) -> Run:
@@ -344,10 +311,8 @@ def theirs(peer: Peer, mode: PeerMode, temperature: float) -> Contestant:
 
 
 def _as_run(run: PeerRun) -> Run:
-    """The run of a peer as a Run. Every pass of its target commits the accepted tokens and one more for each text.
-
-    A peer may hand out several tokens at first without saying how many. Then one is assumed, which is in its favour.
-    """
+    """The run of a peer as a Run. Every pass of its target commits the accepted tokens and one more for each text. A peer
+    may hand out several tokens at first without saying how many. Then one is assumed, which is in its favour."""
     accepted = run.num_accepted_tokens
     return Run(
         token_ids=run.texts,

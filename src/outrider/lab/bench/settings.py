@@ -39,8 +39,7 @@ class BenchSettings(Frozen):
     #: The precisions, measured one after another. Rounded weights are used with bfloat16, and with "+a8" behind them rows
     #: are rounded to 8 bits, too; "auto+a8" is for files whose weights are quantised.
     dtypes: tuple[PrecisionName, ...] = Field(
-        (),
-        description="Use auto, float64, float32, bfloat16, float16, int8, int4, int4+a8, or another way to round.",
+        (), description="Use auto, float64, float32, bfloat16, float16, int8, int4, int4+a8, or another way to round."
     )
     device: str | None = None  # the device, as LLM takes it
     #: The number of threads that compute. None leaves torch's.

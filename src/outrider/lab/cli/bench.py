@@ -122,7 +122,7 @@ def _duration(settings: BenchSettings) -> str:
 
 def _this_run(session: Session | ClientSession, results: Results) -> Results:
     """Without what earlier runs left in the folder."""
-    from outrider.lab.bench.advice import advise
+    from outrider.lab.bench.report import advise
 
     cells = {found.cell.key: found for found in session.measured}
     return results.model_copy(update={"cells": cells, "advice": advise(cells.values())})

@@ -95,7 +95,7 @@ def _check_new(out: Path) -> None:
 
 
 def _write_head_file(model: str, out: Path, target: str | None, with_placeholders: bool) -> str:
-    from outrider.lab.convert.gguf_head import write_gguf_head
+    from outrider.lab.convert.gguf import write_gguf_head
     from outrider.lab.convert.gguf_vocabulary import placeholders
 
     _check_new(out)
@@ -134,7 +134,7 @@ def quantize(
     if not Path(model).is_dir():
         raise InvalidParameterError("model", model, "no such folder", "Give the folder of a checkpoint.")
     fmt = format_of(bits, group_size or None)
-    content = None if text is None else _read(text)
+    content = None if text is None else read_text(text)
     layers = rounded_layers(model)
     check_groups(fmt, layers)
     found = None if content is None else agreement_of_checkpoint(model, fmt, layers, content)
@@ -144,7 +144,8 @@ def quantize(
     )
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The content of a file that an option names."""
     try:
         return path.read_text("utf-8")
     except (OSError, ValueError) as error:

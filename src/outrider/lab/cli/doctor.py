@@ -126,15 +126,11 @@ def _sample(llm: LLM, prompts: Path | None, batch: int, num_rounds: int, max_tok
     loaded = llm.engine.runner.loaded
     if loaded.tokenizer is None:
         raise InvalidParameterError("model", loaded.name, "it has no tokenizer", "Use a checkpoint that brings one.")
-    tasks = read_prompts(prompts) if prompts is not None else _built_in(built_in)
+    together = zip(*(built_in(name) for name in _WORKLOADS), strict=False)
+    tasks = read_prompts(prompts) if prompts is not None else [task for each in together for task in each]
     (encoded,) = encoded_tasks(loaded.name, loaded.max_model_len, {"sample": tasks}, max_tokens).values()
     rounds = [[encoded[(turn * batch + place) % len(encoded)] for place in range(batch)] for turn in range(num_rounds)]
     return Sample(rounds, "\n".join(task.prompt for task in tasks), temperature)
-
-
-def _built_in(read: Callable[[str], list[Any]]) -> list[Any]:
-    """The built-in prompts, one workload after the other in turn."""
-    return [task for together in zip(*(read(name) for name in _WORKLOADS), strict=False) for task in together]
 
 
 @contextmanager

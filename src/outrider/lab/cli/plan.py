@@ -161,13 +161,12 @@ def _show(rows: list[dict[str, Any]], asked: int | None, console: Console) -> No
 
 def _plot(economics: Economics, acceptance: list[float], batch: list[int], longest: int, out: Path) -> None:
     from outrider.lab.bench import plots
-    from outrider.lab.bench import plots as economics_plot
 
     if not plots.available():
         raise InvalidParameterError("out", str(out), "plots need matplotlib", f"{plots.REMEDY}, or leave it out.")
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise InvalidParameterError("out", str(out), "no kind of picture", "Use a name that ends in .png, .svg or .pdf.")
     try:
-        economics_plot.draw_economics(economics, acceptance, batch, longest, out)
+        plots.draw_economics(economics, acceptance, batch, longest, out)
     except OSError as error:
         raise InvalidParameterError("out", str(out), f"it cannot be written ({error})", "Give another path.") from error

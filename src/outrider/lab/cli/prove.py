@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +17,7 @@ from outrider.lab.cli.progress import shown_progress
 
 if TYPE_CHECKING:
     from outrider.lab.peers.known import ServerOptions
-    from outrider.lab.prove.running import Check, Report
+    from outrider.lab.prove.running import Report
 
 #: How long all proofs take, of this engine or of another one.
 _LONG = ": some ten minutes on two cores (--quick takes less than one)"
@@ -77,19 +78,11 @@ def _refuse_mixtures(engine: str | None, own: str | None, server: ServerOptions)
 def _run(method: str | None, *, quick: bool, **own: Any) -> Report:
     from outrider.lab.prove.suite import num_checks, num_method_checks, run_method_suite, run_suite
 
-    if method is not None:
-        settings = options.method_settings(method)
-        total = num_method_checks(settings, quick=quick)
-
-        def run(advance: Callable[[Check], None]) -> Report:
-            return run_method_suite(settings, **own, quick=quick, on_check=advance)
-
-        return _with_progress(run, total, "")
-
-    def run_all(advance: Callable[[Check], None]) -> Report:
-        return run_suite(**own, quick=quick, on_check=advance)
-
-    return _with_progress(run_all, num_checks(quick=quick), "" if quick else _LONG)
+    if method is None:
+        return _with_progress(partial(run_suite, **own, quick=quick), num_checks(quick=quick), "" if quick else _LONG)
+    settings = options.method_settings(method)
+    total = num_method_checks(settings, quick=quick)
+    return _with_progress(partial(run_method_suite, settings, **own, quick=quick), total, "")
 
 
 def _run_other(name: str, server: ServerOptions, *, quick: bool) -> tuple[str, Report]:
@@ -98,11 +91,10 @@ def _run_other(name: str, server: ServerOptions, *, quick: bool) -> tuple[str, R
 
     with open_engine(name, server) as engine:
         proofs = engine.proofs(quick=quick)
-        said = "" if quick else _LONG
-        return engine.title, _with_progress(lambda advance: run_proofs(proofs, advance), len(proofs), said)
+        return engine.title, _with_progress(partial(run_proofs, proofs), len(proofs), "" if quick else _LONG)
 
 
-def _with_progress(run: Callable[[Callable[[Check], None]], Report], total: int, said: str) -> Report:
+def _with_progress(run: Callable[..., Report], total: int, said: str) -> Report:
     """Run the checks, and show on the error stream how many there are, how long they take, and how far they are."""
     from rich.console import Console
 
@@ -110,7 +102,7 @@ def _with_progress(run: Callable[[Callable[[Check], None]], Report], total: int,
     console.print(f"{total} checks{said}", markup=False, soft_wrap=True)
     with shown_progress(console) as progress:
         progress.expect("checks", total)
-        return run(lambda _: progress.advance())
+        return run(on_check=lambda _: progress.advance())
 
 
 def _show(report: Report, title: str, *, markdown: bool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +17,10 @@ import typer
 from outrider.cli import options
 from outrider.cli.flags import option, with_options
 from outrider.errors import InvalidParameterError, MissingExtraError
+from outrider.lab.cli.progress import shown_progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from outrider.lab.train.card import Outcome
-    from outrider.lab.train.run import Job, Size
+    from outrider.lab.train.run import Job, Outcome, Size
     from outrider.lab.train.trainer import Watcher
 
 # --- Options that all training commands share.
@@ -42,8 +41,7 @@ class Training:
         str | None, typer.Option(help="Folder or hub id; without one, the target that the manifest of the data names.")
     ] = None
     loss: Annotated[
-        str,
-        typer.Option(help="forward_kl, reverse_kl, jsd, total_variation, cross_entropy; some take accepted_length."),
+        str, typer.Option(help="forward_kl, reverse_kl, jsd, total_variation, cross_entropy; some take accepted_length.")
     ] = "forward_kl"
     steps: Annotated[int, typer.Option(help="Steps of the optimiser.")] = 1000
     batch_size: Annotated[int, typer.Option(help="Texts in a batch, on each device.")] = 16
@@ -122,27 +120,17 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """Let the target write training data on your prompts."""
+    given = locals()
     from rich.console import Console
 
-    from outrider.lab.train.collect import collect
-    from outrider.lab.train.prompts import read_sources
+    from outrider.lab.train.collect import collect, read_sources
     from outrider.records import DataSettings
 
-    settings = DataSettings(
-        max_tokens=max_tokens,
-        prompt_tokens=prompt_tokens,
-        samples=samples,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        held_out=held_out,
-        hidden_states=tuple(hidden_states or ()),
-        target_top_k=target_top_k,
-    )
+    asked = {name: value for name, value in given.items() if name in DataSettings.model_fields}
+    settings = DataSettings(**{**asked, "hidden_states": tuple(hidden_states or ())})
     sources = read_sources(prompts, without=out)
     console = Console(stderr=True, highlight=False)
-    with bar_of(console) as bar:
+    with shown_progress(console) as progress:
         found = collect(
             sources,
             out,
@@ -150,7 +138,7 @@ def data(
             target=target,
             **loading,
             limit=limit,
-            on_progress=lambda done, total: bar("texts", done, total),
+            on_progress=lambda done, total: progress.tell("texts", done, total),
             on_size=lambda size: console.print(f"up to {size / 2**20:,.1f} MiB will be added to {out}", soft_wrap=True),
         )
     for where, why in found.refused[:5]:
@@ -167,12 +155,6 @@ def data(
         sys.stdout.write(json.dumps(counts) + "\n")
     else:
         Console(highlight=False).print(", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items()))
-
-
-Layer = Annotated[int | None, typer.Option(help="They read what the first so many layers leave; all unless given.")]
-Unroll = Annotated[int, typer.Option(help="Draft tokens behind each token of a text that it learns.")]
-FeedForward = Annotated[int | None, typer.Option(help="Units of its layers; the target's unless given.")]
-Heads = Annotated[int, typer.Option(help="Tokens ahead that they guess.")]
 
 
 @app.command()
@@ -209,121 +191,96 @@ def distill(
     show(outcome, training.out, as_json=training.as_json)
 
 
-@app.command()
-@with_training()
-def medusa(
-    training: Training,
-    heads: Heads = 4,
-    blocks: Annotated[int, typer.Option(help="Residual blocks in each head.")] = 1,
-    width: Annotated[int | None, typer.Option(help="Of the blocks; the target's hidden size unless given.")] = None,
-    output: Annotated[str, typer.Option(help="own: an output layer in each head; target: the target's, frozen.")] = "own",
-    layer: Layer = None,
-) -> None:
-    """Train residual heads on the frozen target (Cai et al. 2024)."""
-    asked = {"heads": heads, "blocks": blocks, "width": width, "output": output, "layer": layer}
-    _train_heads("medusa", training, heads, asked)
+def _own(kind: Any, says: str, default: Any = None) -> tuple[Any, Any]:
+    """An option of some methods: its type with its help, and its default."""
+    return Annotated[kind, typer.Option(help=says)], default
 
 
-@app.command()
-@with_training()
-def blockwise(
-    training: Training,
-    heads: Heads = 4,
-    inner: Annotated[int | None, typer.Option(help="Hidden units for each head; the target's size unless given.")] = None,
-    layer: Layer = None,
-) -> None:
-    """Train heads behind one hidden layer, with the target's output layer (Stern et al. 2018)."""
-    _train_heads("blockwise", training, heads, {"heads": heads, "inner": inner, "layer": layer})
+def _heads_command(method: str, says: str, **own: tuple[Any, Any]) -> Any:
+    """A command that trains heads on the frozen target, with these options beside those of every training."""
+
+    def train(training: Training, **given: Any) -> None:
+        check_installed()
+        from outrider.lab.train.run import head_learning, train_heads
+
+        usual = given["heads"] if "heads" in given else max(1, given.get("block_size", 0) - 1)  # as many as it drafts
+        job = training.job(given.pop("num_draft_tokens", usual))
+        asked = {name: _numbers(name, value) if name == "layers" else value for name, value in given.items()}
+        heads = head_learning(method, {"loss": training.loss, **asked})
+        with watching(training.steps) as watcher:
+            outcome = train_heads(job, heads, watcher=watcher)
+        show(outcome, training.out, as_json=training.as_json)
+
+    options = [Parameter(name, Parameter.KEYWORD_ONLY, default=default) for name, (_, default) in own.items()]
+    train.__name__, train.__doc__ = method, says
+    train.__annotations__ = {"training": Training} | {name: kind for name, (kind, _) in own.items()}
+    train.__signature__ = Signature([Parameter("training", Parameter.KEYWORD_ONLY), *options])  # type: ignore[attr-defined]
+    return app.command(name=method)(with_training()(train))
 
 
-@app.command(name="exit")
-@with_training()
-def exit_(
-    training: Training,
-    layer: Annotated[
-        int | None, typer.Option(help="It reads what the first so many layers leave; a quarter unless given.")
-    ] = None,
-    width: Annotated[
-        int | None, typer.Option(help="Of what its output layer reads; the target's size unless given.")
-    ] = None,
-    output: Annotated[str, typer.Option(help="own: an output layer of its own; target: the target's, frozen.")] = "own",
-    num_draft_tokens: NumDraftTokens = 5,
-) -> None:
-    """Train a head with which the target's first layers draft (Elhoushi et al. 2024)."""
-    _train_heads("exit", training, num_draft_tokens, {"layer": layer, "width": width, "output": output})
+_HEADS = _own(int, "Tokens ahead that they guess.", 4)
+_LAYER = _own(int | None, "They read what the first so many layers leave; all unless given.")
+_UNROLL = _own(int, "Draft tokens behind each token of a text that it learns.", 4)
+_FEED_FORWARD = _own(int | None, "Units of its layers; the target's unless given.")
+_LENGTH = (NumDraftTokens, 5)
 
-
-@app.command()
-@with_training()
-def eagle3(
-    training: Training,
-    layers: Annotated[
-        str | None, typer.Option(help="It reads what enters these layers; 2,n/2,n-3 of n unless given.")
-    ] = None,
-    draft_vocab: Annotated[int, typer.Option(help="Most tokens that it drafts: the data's most frequent ones.")] = 32000,
-    unroll: Unroll = 4,
-    feed_forward: FeedForward = None,
-    num_draft_tokens: NumDraftTokens = 5,
-) -> None:
-    """Train a layer that continues the frozen target's features (EAGLE-3, Li et al. 2025)."""
-    asked = {"layers": _numbers("layers", layers), "draft_vocab": draft_vocab, "unroll": unroll}
-    _train_heads("eagle3", training, num_draft_tokens, {**asked, "feed_forward": feed_forward})
-
-
-@app.command()
-@with_training()
-def eagle1(
-    training: Training,
-    unroll: Unroll = 4,
-    feed_forward: FeedForward = None,
-    num_draft_tokens: NumDraftTokens = 5,
-) -> None:
-    """Train a layer that continues what the target's final norm leaves (EAGLE, Li et al. 2024)."""
-    _train_heads("eagle1", training, num_draft_tokens, {"unroll": unroll, "feed_forward": feed_forward})
-
-
-@app.command()
-@with_training()
-def mtp(
-    training: Training,
-    init: Annotated[
-        str | None,
-        typer.Option(help="Begin with the layers in this folder; the target's own unless given, or else a new one."),
-    ] = None,
-    unroll: Unroll = 4,
-    num_draft_tokens: NumDraftTokens = 5,
-) -> None:
-    """Train an extra layer, or those that the target's checkpoint carries (Gloeckle et al. 2024; DeepSeek-V3)."""
-    _train_heads("mtp", training, num_draft_tokens, {"init": init, "unroll": unroll})
-
-
-@app.command()
-@with_training()
-def dflash(
-    training: Training,
-    layers: Annotated[str | None, typer.Option(help="It reads what enters these layers; up to five unless given.")] = None,
-    own_layers: Annotated[int, typer.Option(help="Layers of its own.")] = 2,
-    block_size: Annotated[int, typer.Option(help="Rows of a block: it drafts one token less in a pass.")] = 8,
-    mask_token: Annotated[
-        int | None, typer.Option(help="Stands for tokens to be drafted; the rarest of the data unless given.")
-    ] = None,
-    blocks: Annotated[int, typer.Option(help="Most blocks of a text in a batch.")] = 32,
-    feed_forward: FeedForward = None,
-) -> None:
-    """Train layers that draft a block of tokens in one pass (DFlash, 2026)."""
-    asked = {"layers": _numbers("layers", layers), "own_layers": own_layers, "block_size": block_size}
-    more = {"mask_token": mask_token, "blocks": blocks, "feed_forward": feed_forward}
-    _train_heads("dflash", training, max(1, block_size - 1), {**asked, **more})
-
-
-def _train_heads(method: str, training: Training, num_draft_tokens: int, asked: dict[str, Any]) -> None:
-    check_installed()
-    from outrider.lab.train.run import head_learning, train_heads
-
-    job, heads = training.job(num_draft_tokens), head_learning(method, {"loss": training.loss, **asked})
-    with watching(training.steps) as watcher:
-        outcome = train_heads(job, heads, watcher=watcher)
-    show(outcome, training.out, as_json=training.as_json)
+medusa = _heads_command(
+    "medusa",
+    "Train residual heads on the frozen target (Cai et al. 2024).",
+    heads=_HEADS,
+    blocks=_own(int, "Residual blocks in each head.", 1),
+    width=_own(int | None, "Of the blocks; the target's hidden size unless given."),
+    output=_own(str, "own: an output layer in each head; target: the target's, frozen.", "own"),
+    layer=_LAYER,
+)
+blockwise = _heads_command(
+    "blockwise",
+    "Train heads behind one hidden layer, with the target's output layer (Stern et al. 2018).",
+    heads=_HEADS,
+    inner=_own(int | None, "Hidden units for each head; the target's size unless given."),
+    layer=_LAYER,
+)
+exit_ = _heads_command(
+    "exit",
+    "Train a head with which the target's first layers draft (Elhoushi et al. 2024).",
+    layer=_own(int | None, "It reads what the first so many layers leave; a quarter unless given."),
+    width=_own(int | None, "Of what its output layer reads; the target's size unless given."),
+    output=_own(str, "own: an output layer of its own; target: the target's, frozen.", "own"),
+    num_draft_tokens=_LENGTH,
+)
+eagle3 = _heads_command(
+    "eagle3",
+    "Train a layer that continues the frozen target's features (EAGLE-3, Li et al. 2025).",
+    layers=_own(str | None, "It reads what enters these layers; 2,n/2,n-3 of n unless given."),
+    draft_vocab=_own(int, "Most tokens that it drafts: the data's most frequent ones.", 32000),
+    unroll=_UNROLL,
+    feed_forward=_FEED_FORWARD,
+    num_draft_tokens=_LENGTH,
+)
+eagle1 = _heads_command(
+    "eagle1",
+    "Train a layer that continues what the target's final norm leaves (EAGLE, Li et al. 2024).",
+    unroll=_UNROLL,
+    feed_forward=_FEED_FORWARD,
+    num_draft_tokens=_LENGTH,
+)
+mtp = _heads_command(
+    "mtp",
+    "Train an extra layer, or those that the target's checkpoint carries (Gloeckle et al. 2024; DeepSeek-V3).",
+    init=_own(str | None, "Begin with the layers in this folder; the target's own unless given, or else a new one."),
+    unroll=_UNROLL,
+    num_draft_tokens=_LENGTH,
+)
+dflash = _heads_command(
+    "dflash",
+    "Train layers that draft a block of tokens in one pass (DFlash, 2026).",
+    layers=_own(str | None, "It reads what enters these layers; up to five unless given."),
+    own_layers=_own(int, "Layers of its own.", 2),
+    block_size=_own(int, "Rows of a block: it drafts one token less in a pass.", 8),
+    mask_token=_own(int | None, "Stands for tokens to be drafted; the rarest of the data unless given."),
+    blocks=_own(int, "Most blocks of a text in a batch.", 32),
+    feed_forward=_FEED_FORWARD,
+)
 
 
 def _numbers(field: str, text: str | None) -> tuple[int, ...] | None:
@@ -407,26 +364,6 @@ def show(outcome: Outcome, out: Path, *, as_json: bool) -> None:
 
 
 @contextmanager
-def bar_of(console: Console) -> Iterator[Any]:
-    """A bar with the time that is left, on a terminal, and a line every half minute elsewhere.
-
-    What it yields is called with (what, done, total)."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from outrider.lab.cli.progress import Heartbeat
-
-    if not console.is_terminal:
-        with Heartbeat(lambda line: console.print(line, markup=False, soft_wrap=True)) as heartbeat:
-            yield heartbeat.tell
-        return
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("loading", total=None)
-        yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
-
-
-@contextmanager
 def watching(steps: int) -> Iterator[Watcher]:
     """A watcher that shows a bar, and a line for each measurement, on the error stream."""
     from rich.console import Console
@@ -434,14 +371,14 @@ def watching(steps: int) -> Iterator[Watcher]:
     from outrider.lab.train.trainer import Watcher
 
     console = Console(stderr=True, highlight=False)
-    with bar_of(console) as bar:
+    with shown_progress(console) as progress:
 
         class Shown(Watcher):
             done = 0
 
             def on_step(self, step: int, loss: float) -> None:
                 self.done += 1
-                bar(f"step {step}, loss {loss:.3f}", max(self.done, step), steps)
+                progress.tell(f"step {step}, loss {loss:.3f}", max(self.done, step), steps)
 
             def on_measurement(self, measurement: Any) -> None:
                 shares = " ".join(f"{share:.3f}" for share in measurement.acceptance)

@@ -33,8 +33,7 @@ def tune(
         Path | None, typer.Option(help='Your prompts, written anew in every way: JSONL of {"prompt": ...}.')
     ] = None,
     log: Annotated[
-        Path | None,
-        typer.Option(help='What was served: JSONL of {"prompt": ..., "answer": ...}. Nothing is generated.'),
+        Path | None, typer.Option(help='What was served: JSONL of {"prompt": ..., "answer": ...}. Nothing is generated.')
     ] = None,
     data: Annotated[
         Path | None,

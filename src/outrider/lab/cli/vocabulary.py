@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli import options
-from outrider.errors import InvalidParameterError
+from outrider.lab.cli.convert import read_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,7 +34,7 @@ def vocabulary(
 
     from outrider.propose.bridge import compare_vocabularies
 
-    found = compare_vocabularies(target, draft, _sample() if text is None else _read(text))
+    found = compare_vocabularies(target, draft, _sample() if text is None else read_text(text))
     if as_json:
         sys.stdout.write(json.dumps({**asdict(found), "share_of_target": found.share_of_target}) + "\n")
     else:
@@ -46,14 +46,6 @@ def _sample() -> str:
     from outrider.lab.measure.tasks import WORKLOADS, built_in
 
     return "\n".join(task.prompt for name in WORKLOADS for task in built_in(name))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, ValueError) as error:
-        remedy = "Give a text file in UTF-8."
-        raise InvalidParameterError("text", str(path), f"it cannot be read ({error})", remedy) from error
 
 
 def _show(found: VocabularyReport, console: Console) -> None:

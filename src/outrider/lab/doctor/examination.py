@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-import torch
-
-from outrider.errors import ModelError, ProposerError
+from outrider.config import ModelConfig
+from outrider.errors import ModelError, OutriderError, ProposerError
 from outrider.govern.costs import Curve
 from outrider.kernels.library import kernels_problem
 from outrider.lab.doctor.measure import Writing, pass_seconds, shifts, write
-from outrider.lab.doctor.pairing import examine_pairing
 from outrider.lab.doctor.verdict import Acceptance, Finding, Level, Situation, Terms, judge_acceptance, judge_speed
 from outrider.lab.measure.agreement import Rounding, measure_rounded_rows, measure_rounding
 from outrider.lab.measure.machine import LoadWatch
-from outrider.lab.measure.writing import AGAIN, EncodedTask, possible_speedup
+from outrider.lab.measure.writing import Contestant, EncodedTask, believed_rounds, interleave, mean_length
 from outrider.lab.train.trainer import by_position
 from outrider.llm import LLM
+from outrider.loading.configuration import read_context
 from outrider.loading.fit import available_bytes
+from outrider.loading.sources import check_sources
+from outrider.loading.templates import TemplateLimits, render_conversation, renders_by_template
+from outrider.loading.tokenizers import given_tokenizer
 from outrider.model import memory
 from outrider.model.memory import device_name
 from outrider.model.runner import ModelRunner
+from outrider.model.vocabulary import ModelVocabulary
+from outrider.propose.bridge import VocabularyReport, report
 from outrider.propose.compositions import parts_of
 from outrider.propose.cross_vocabulary import CrossVocabulary
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
@@ -62,14 +67,14 @@ class ModelFacts:
 
 def model_facts(runner: ModelRunner) -> ModelFacts:
     """The facts of the model of a runner."""
-    loaded, blocks = runner.loaded, runner.blocks
+    loaded, blocks, device = runner.loaded, runner.blocks, runner.loaded.device
     context = loaded.max_model_len
     lengths = sorted({*(n for n in LENGTHS if n < context), context})
     return ModelFacts(
         name=loaded.name,
         dtype=str(loaded.dtype).removeprefix("torch."),
         arithmetic=loaded.arithmetic,
-        device=_shown(loaded.device),
+        device=f"{device_name(device)} ({device})" if device.type == "cuda" else str(device),
         backend=runner.backend.name,
         kernels=runner.backend.instruction_set(loaded.model),
         invariant=runner.invariant,
@@ -81,10 +86,6 @@ def model_facts(runner: ModelRunner) -> ModelFacts:
         text_bytes=runner.text_bytes,
         kernels_problem=kernels_problem(),
     )
-
-
-def _shown(device: torch.device) -> str:
-    return f"{device_name(device)} ({device})" if device.type == "cuda" else str(device)
 
 
 # --- Runs an examination: files first, then the loaded models, then measured texts.
@@ -172,7 +173,7 @@ class Sample:
     @property
     def context(self) -> int:
         """The mean length of the texts while they are written."""
-        return int(fmean(len(task.prompt_ids) + task.max_tokens / 2 for tasks in self.rounds for task in tasks))
+        return int(mean_length([task for tasks in self.rounds for task in tasks]))
 
 
 class Examination:
@@ -204,27 +205,22 @@ class Examination:
         passes = self._passes(runner, "the target")
         passes_doubted = bool(self._doubts)
         self._progress("plain decoding")
-        self._write([self._short()], PLAIN)
-        speeds = [each.tokens_per_second for each in self._write(self._sample.rounds, PLAIN)]
+        self._round(PLAIN, self._short())
+        speeds = [self._round(PLAIN, tasks).tokens_per_second for tasks in self._sample.rounds]
         methods = tuple(self._method(config, passes) for config in members(self._asked))
         said = (str(watch.load()), tuple(self._doubts), passes_doubted)
-        rounding = (self._rounded, self._rounding(), self._rounded_rows())
+        cost = self._loaded_beside("what rounding costs", self._rounded, partial(measure_rounding, self._llm))
+        rows = partial(measure_rounded_rows, self._llm, self._quantization)
+        rounding = (self._rounded, cost, self._loaded_beside("what rows of 8 bits would gain", self._tries_rows, rows))
         return Report(model_facts(runner), passes, median(speeds), self._sample.batch, methods, *said, *rounding)
 
-    def _rounding(self) -> Rounding | None:
-        if not self._rounded:
+    def _loaded_beside(
+        self, what: str, wanted: bool, measure: Callable[[Sequence[Sequence[int]]], Rounding]
+    ) -> Rounding | None:
+        """Returns what is measured on the prompts; None where nobody wants it, or there is no room for another model."""
+        if not wanted:
             return None
-        self._progress("what rounding costs")
-        return self._loaded_beside(partial(measure_rounding, self._llm))
-
-    def _rounded_rows(self) -> Rounding | None:
-        if not self._tries_rows:
-            return None
-        self._progress("what rows of 8 bits would gain")
-        return self._loaded_beside(partial(measure_rounded_rows, self._llm, self._quantization))
-
-    def _loaded_beside(self, measure: Callable[[Sequence[Sequence[int]]], Rounding]) -> Rounding | None:
-        """Returns what is measured on the prompts; None where there is no room for another model."""
+        self._progress(what)
         try:
             return measure([task.prompt_ids for task in self._texts(len(self._sample.rounds))])
         except ModelError:
@@ -232,10 +228,10 @@ class Examination:
 
     def _passes(self, runner: ModelRunner, whose: str) -> dict[int, float]:
         """The times of passes. Where they cannot be believed, this is noted."""
-        found = pass_seconds(runner, self._sample.context)
-        if found.doubt is not None:
-            self._doubts.append(f"The times of passes of {whose} were disturbed: {found.doubt}.")
-        return found.seconds
+        found, doubt = pass_seconds(runner, self._sample.context)
+        if doubt is not None:
+            self._doubts.append(f"The times of passes of {whose} were disturbed: {doubt}.")
+        return found
 
     def _method(self, config: SpeculationConfig, passes: dict[int, float]) -> MethodReport:
         name, length = config.name, config.num_draft_tokens
@@ -262,8 +258,8 @@ class Examination:
         """Returns what a method that can draft is worth."""
         own_passes = {} if own is None else self._passes(own, "the draft model")
         moved = shifts(self._llm.engine, [t.shortened(_SHIFT_TOKENS) for t in self._texts(_SHIFT_TEXTS)], config)
-        self._write([self._short()], config)
-        pairs = [self._pair(tasks, config, turn) for turn, tasks in enumerate(self._sample.rounds)]
+        self._round(config, self._short())
+        pairs = self._pairs(config)
         plain, drafted = _total([before for before, _ in pairs]), _total([after for _, after in pairs])
         ratios = self._believed(config.name, pairs)
         stats = drafted.stats
@@ -279,28 +275,21 @@ class Examination:
             config.name, config.num_draft_tokens, found, facts, own_passes, acceptance, terms, measured, ratios
         )
 
-    def _pair(self, tasks: Sequence[EncodedTask], config: SpeculationConfig, turn: int) -> tuple[Writing, Writing]:
-        """Writes the same texts plainly and with drafts, one after the other, so that a slow moment hits both. Every other
-        pair is in the opposite order, and one that cannot be true is measured again."""
-        engine, temperature = self._llm.engine, self._sample.temperature
-        found: dict[bool, Writing] = {}
-        for attempt in range(1 + AGAIN):
-            for drafts in (False, True) if (turn + attempt) % 2 == 0 else (True, False):
-                found[drafts] = write(engine, tasks, config if drafts else PLAIN, temperature)
-            if _is_possible(found[False], found[True]):
-                break
-        return found[False], found[True]
+    def _pairs(self, config: SpeculationConfig) -> list[tuple[Writing, Writing]]:
+        """Texts of each round, written plainly and with drafts in turns."""
+        ways = {"plain": PLAIN, "drafts": config}
+        contestants = [Contestant(name, partial(self._round, way), plain=way is PLAIN) for name, way in ways.items()]
+        return list(zip(*interleave(self._sample.rounds, contestants).values(), strict=True))
+
+    def _round(self, config: SpeculationConfig, tasks: Sequence[EncodedTask]) -> Writing:
+        return write(self._llm.engine, tasks, config, self._sample.temperature)
 
     def _believed(self, name: str, pairs: Sequence[tuple[Writing, Writing]]) -> tuple[float, ...]:
         """The speedups that may be true; none where most may not, which is noted."""
-        good = [pair for pair in pairs if _is_possible(*pair)]
-        if 2 * len(good) < len(pairs):
+        good = believed_rounds([after for _, after in pairs], [before for before, _ in pairs])
+        if not good:
             self._doubts.append(f"{name} was disturbed: it seemed to gain more than its tokens a pass, which cannot be.")
-            return ()
-        return tuple(after.tokens_per_second / before.tokens_per_second for before, after in good)
-
-    def _write(self, rounds: Sequence[Sequence[EncodedTask]], config: SpeculationConfig) -> list[Writing]:
-        return [write(self._llm.engine, tasks, config, self._sample.temperature) for tasks in rounds]
+        return tuple(after.tokens_per_second / before.tokens_per_second for after, before in good)
 
     def _short(self) -> list[EncodedTask]:
         return [task.shortened(_WARM_UP_TOKENS) for task in self._sample.rounds[0]]
@@ -339,11 +328,6 @@ def members(asked: SpeculationConfig) -> Iterator[SpeculationConfig]:
     yield from found
 
 
-def _is_possible(plain: Writing, drafted: Writing) -> bool:
-    """Tells whether drafts may have gained so much in the same texts."""
-    return possible_speedup(drafted.tokens_per_second / plain.tokens_per_second, drafted.tokens_per_pass)
-
-
 def _total(writings: Sequence[Writing]) -> Writing:
     found = Writing()
     for each in writings:
@@ -375,3 +359,85 @@ def _terms(plain: Writing, drafted: Writing, passes: dict[int, float], own_passe
         host=drafted.host_seconds / unit,
         plain_verify=before / unit,
     )
+
+
+# --- Checks whether a draft model fits a target, from tokenizers and configurations, before weights are read.
+
+
+_CONVERSATION = [{"role": "user", "content": "How long is a day?"}, {"role": "assistant", "content": "24 hours."}]
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """A target and a draft model before they are loaded."""
+
+    draft: str  # the draft model
+    findings: tuple[Finding, ...]  # what was found
+    fits: bool  # whether the method can draft with it at all
+
+
+def examine_pairing(target: str, draft: str, method: str, sample: str) -> Pairing:
+    """Compare vocabularies, chat templates and contexts. The method "draft_model" needs the same tokens, and
+    "cross_vocabulary" does not."""
+    check_sources(draft_model=draft)
+    ours = given_tokenizer(target)
+    try:
+        theirs, context = given_tokenizer(draft), read_context(ModelConfig(model=draft))
+        compared = report(ModelVocabulary(ours, target), ModelVocabulary(theirs, draft), sample)
+    except OutriderError as error:
+        return Pairing(draft, (Finding("vocabulary", Level.WRONG, f"It cannot be compared: {error}"),), fits=False)
+    vocabulary = _vocabulary(compared, method)
+    found = (vocabulary, _template(ours, theirs), _context(read_context(ModelConfig(model=target)), context))
+    return Pairing(draft, found, fits=vocabulary.level is not Level.WRONG)
+
+
+def _vocabulary(compared: VocabularyReport, method: str) -> Finding:
+    if compared.same_ids:
+        text = f"The draft model has the same {compared.target_size:,} tokens as the target."
+        return Finding("vocabulary", Level.OK, text)
+    shared = (
+        f"{compared.num_shared:,} of the target's {compared.target_size:,} tokens are shared, and they write "
+        f"{compared.share_of_text:.0%} of the sample."
+    )
+    if compared.match is None:
+        remedy = "Use a draft model of the target's family."
+        return Finding("vocabulary", Level.WRONG, f"The draft model speaks other tokens: {shared}", remedy)
+    settings = json.dumps({"method": "cross_vocabulary", "model": compared.draft, "match": compared.match})
+    if method == "draft_model":
+        text = f"The draft model speaks other tokens, so that it cannot draft as it is: {shared}"
+        return Finding("vocabulary", Level.WRONG, text, f"Use --method '{settings}', or a draft model of the family.")
+    return Finding("vocabulary", Level.OK, shared, f"The setting that suits the pair is --method '{settings}'.")
+
+
+def _template(target: Any, draft: Any) -> Finding:
+    ours, theirs = (_rendered(tokenizer) for tokenizer in (target, draft))
+    if ours is None and theirs is None:
+        return Finding("chat template", Level.OK, "Neither model has one: both complete texts.")
+    if ours == theirs:
+        return Finding("chat template", Level.OK, "Both models write a conversation in the same way.")
+    if ours is None or theirs is None:
+        who = "draft model" if ours is None else "target"
+        text = f"Only the {who} has one, so the two were trained on texts of different form."
+    else:
+        text = "The two models write a conversation in different ways, so they were trained on texts of different form."
+    return Finding("chat template", Level.NOTE, text, "Expect fewer accepted tokens in chats, and measure on chats.")
+
+
+def _rendered(tokenizer: Any) -> str | None:
+    """A conversation in the form of a tokenizer's chat template; None where it has none or cannot write this one."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return None
+    try:
+        if renders_by_template(tokenizer):
+            return render_conversation(tokenizer, _CONVERSATION, None, {}, TemplateLimits())
+        return str(tokenizer.apply_chat_template(_CONVERSATION, tokenize=False))
+    except Exception:  # whatever the template itself raises
+        return None
+
+
+def _context(target: int, draft: int) -> Finding:
+    if draft >= target:
+        text = f"The draft model reads {draft:,} tokens, and the target {target:,}."
+        return Finding("context", Level.OK, text)
+    text = f"The draft model reads {draft:,} tokens and the target {target:,}: behind {draft:,} tokens nobody drafts."
+    return Finding("context", Level.NOTE, text, "For longer texts use a draft model with a longer context.")

@@ -25,24 +25,15 @@ ROWS, _REPEATS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64), 5
 SHIFTS = (-2, -1, 0, 1, 2)
 
 
-@dataclass(frozen=True)
-class PassTimes:
-    """The times of passes of a model."""
-
-    seconds: dict[int, float]  # of a pass, by its number of rows
-    doubt: str | None  # why they cannot be believed. None where they can.
-
-
-def pass_seconds(runner: ModelRunner, context: int) -> PassTimes:
-    """The median seconds of a pass by its number of rows. All numbers are timed in turn, so that slow moments hit all.
-
-    Where a pass was slower than one of more rows, something disturbed it, and the time of the other one is taken.
-    """
+def pass_seconds(runner: ModelRunner, context: int) -> tuple[dict[int, float], str | None]:
+    """The median seconds of a pass by its number of rows, and why they cannot be believed; None where they can. All numbers
+    are timed in turn, so that slow moments hit all. Where a pass was slower than one of more rows, something disturbed it,
+    and the time of the other one is taken."""
     limit = runner.loaded.max_model_len
     context = max(1, min(context, limit - ROWS[-1]))
     timer = PassTimer(runner, min(limit, context + ROWS[-1]))
     found = row_costs(timer, [context], ROWS, limit, _REPEATS)
-    return PassTimes(undisturbed(found.seconds[context]), found.doubt)
+    return undisturbed(found.seconds[context]), found.doubt
 
 
 def undisturbed(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -133,12 +124,8 @@ def _params(task: EncodedTask, temperature: float) -> SamplingParams:
 
 def shifts(engine: Engine, tasks: Sequence[EncodedTask], config: SpeculationConfig) -> dict[int, float]:
     """Returns where in greedy text the first tokens of drafts are found: by distance from their place, the share that
-    agrees.
-
-    Returns:
-        Empty where nothing was drafted. The share at 0 is that of first draft tokens that stand. Where another one is much
-        larger, the drafts are for another place than their own.
-    """
+    agrees. It is empty where nothing was drafted. The share at 0 is that of first draft tokens that stand. Where another
+    one is much larger, the drafts are for another place than their own."""
     agreed, tried = Counter[int](), Counter[int]()
     for task in tasks:
         request = engine.add_request(task.prompt_ids, _params(task, 0.0), config, RequestOptions(trace=True))

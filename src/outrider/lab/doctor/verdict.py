@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-# --- Interprets measurements: the predicted speedup, the term that limits it, and the remedy. Pure functions.
-
-
 #: A measured speedup below this gains nothing that could be told from chance.
 GAINS_FROM = 1.02
 #: Where a pass of the draft takes more than this share of a target pass, no acceptance that was ever measured pays well.
@@ -122,11 +119,8 @@ def _usual(method: str) -> str:
 
 
 def judge_speed(measured: float | None, terms: Terms, situation: Situation, *, acceptance: Level) -> Finding:
-    """Tells whether speculation gains, which term limits it most, and the remedy.
-
-    Args:
-        measured: The speedup over plain decoding. None where other work disturbed it, so that it is not known.
-    """
+    """Tells whether speculation gains, which term limits it most, and the remedy. The measured speedup is None where other
+    work disturbed it, so that it is not known."""
     if measured is None:
         text = f"{situation.method} seemed faster than it can be: other work disturbed it, and its speed is not known."
         return Finding("speed", Level.NOTE, text, "Measure again when the machine is at rest.")
@@ -150,7 +144,10 @@ def limit(terms: Terms, situation: Situation) -> tuple[str, str, str]:
     worst = max(excess, key=lambda name: excess[name])
     if worst == "draft":
         return _of_draft(terms, situation)
-    return _of_rows(terms, situation) if worst == "verification" else _of_host(terms)
+    if worst == "verification":
+        return _of_rows(terms, situation)
+    text = f"the host takes {terms.host:.2f} times a plain step beside the passes: the target is too small."
+    return "host", text, "Use a larger target: its passes hide the time of the host."
 
 
 def _of_acceptance(terms: Terms, situation: Situation) -> tuple[str, str, str]:
@@ -183,11 +180,6 @@ def _of_rows(terms: Terms, situation: Situation) -> tuple[str, str, str]:
         text = f"{said}, because stock operators compute it."
         return "verification", text, "Use a dtype and a model that the kernels compute, or fewer draft tokens (-k)."
     return "verification", f"{said}.", "Use fewer draft tokens (-k), or a chain in place of a tree."
-
-
-def _of_host(terms: Terms) -> tuple[str, str, str]:
-    text = f"the host takes {terms.host:.2f} times a plain step beside the passes: the target is too small."
-    return "host", text, "Use a larger target: its passes hide the time of the host."
 
 
 # --- Typical acceptance rates of methods, and what to check where a proposer stays far below them.

@@ -1,4 +1,4 @@
-"""What rounding costs in quality: perplexities, how far two laws agree, and the card of a rounded checkpoint."""
+"""Measures what rounding costs in quality: perplexities, how far two laws agree, and the card of a rounded checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,10 +17,8 @@ from outrider.lab.convert.compressed_tensors import as_written
 from outrider.llm import LLM
 from outrider.loading.exclusive import exclusive_transformers
 from outrider.model.batch import Segment
+from outrider.model.memory import PassTimer
 from outrider.model.runner import ModelRunner
-
-# --- What rounding costs in quality: the perplexity of a text with it and without it, and how far the two laws agree.
-
 
 #: Tokens that are read together.
 WINDOW = 512
@@ -62,11 +59,8 @@ class MeasuredLaws:
 
 @torch.inference_mode()
 def read(texts: Sequence[Sequence[int]], forward: Callable[[Tensor], Tensor]) -> MeasuredLaws:
-    """Returns what a model says to the beginning of texts, each in windows of its own.
-
-    Args:
-        forward: Token ids [n] to logits [n, vocab_size].
-    """
+    """Returns what a model, token ids [n] to logits [n, vocab_size], says to the beginning of texts, each in windows of its
+    own."""
     windows = [w for text in texts for w in torch.split(torch.tensor(text), WINDOW) if len(w) > 1][:_MOST_WINDOWS]
     scores: list[Tensor] = []
     laws: list[Tensor] = []
@@ -113,12 +107,8 @@ def measure_rounding(llm: LLM, texts: Sequence[Sequence[int]]) -> Rounding:
 
 def measure_rounded_rows(llm: LLM, quantization: str | None, texts: Sequence[Sequence[int]]) -> Rounding:
     """Returns what `activations="int8"` would cost and gain, beside the same weights with rows that are not rounded. The
-    model that rounds them is in memory meanwhile.
-
-    Args:
-        llm: A model whose weights are rounded, and its rows are not. It has no work.
-        quantization: How its weights were rounded at load; None where its files bring them so.
-    """
+    model that rounds them is in memory meanwhile. The weights were rounded at load as `quantization` says; with None their
+    files bring them so."""
     with _beside(llm, quantization=quantization, activations="int8") as rounded:
         return _compared(llm.engine.runner, rounded.engine.runner, texts)
 
@@ -132,23 +122,10 @@ def _beside(llm: LLM, **how: Any) -> LLM:
 
 def _compared(original: ModelRunner, rounded: ModelRunner, texts: Sequence[Sequence[int]]) -> Rounding:
     readings = [read(texts, partial(_logits, runner)) for runner in (original, rounded)]
-    first, second = _OneRow(original), _OneRow(rounded)
-    pairs = [(first.seconds(), second.seconds()) for _ in range(1 + _PAIRS)][1:]  # the first pair warms up
+    timers = [PassTimer(runner, 1) for runner in (original, rounded)]
+    # The first pair warms up.
+    pairs = [[timer.seconds(0, 1, logits=True) for timer in timers] for _ in range(1 + _PAIRS)][1:]
     return Rounding(agreement(*readings), median(before / after for before, after in pairs))
-
-
-class _OneRow:
-    """Times passes of one row, over a memory of their own."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner.with_own_memory(1)
-        self._segments = [Segment([0], 0, self._runner.blocks.allocate(1))]
-
-    def seconds(self) -> float:
-        """Returns the seconds of a pass."""
-        start = perf_counter()
-        self._runner.forward(self._segments)
-        return perf_counter() - start
 
 
 def _logits(runner: ModelRunner, window: Tensor) -> Tensor:

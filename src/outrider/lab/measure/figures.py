@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import ceil
 from statistics import median
 from typing import Self
 
 from pydantic import BaseModel
-
-# --- Computes figures of speculation from counts and times. Pure functions.
-
 
 #: A text with a larger share of repeated 8-grams is in a loop. Its figures must not be a headline.
 LOOPS_ABOVE = 0.10
@@ -57,14 +53,8 @@ def repeated_8grams(token_ids: Sequence[int]) -> float:
 
 
 def row_cost_ratio(seconds: Mapping[int, float], num_rows: float, base_rows: int = 1) -> float | None:
-    """C = T(num_rows) / T(base_rows), interpolated linearly between measured passes.
-
-    Args:
-        seconds: The seconds of a pass by its number of rows.
-
-    Returns:
-        None outside the measured range.
-    """
+    """C = T(num_rows) / T(base_rows), interpolated linearly between measured passes, whose seconds are given by their
+    number of rows. It is None outside the measured range."""
     top, bottom = _between(seconds, num_rows), _between(seconds, base_rows)
     return None if top is None or bottom is None else top / bottom
 
@@ -79,17 +69,3 @@ def _between(seconds: Mapping[int, float], rows: float) -> float | None:
         return seconds[upper]
     lower = known[place - 1]
     return seconds[lower] + (seconds[upper] - seconds[lower]) * (rows - lower) / (upper - lower)
-
-
-# --- Callbacks that show how far a long measurement is.
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The callbacks that show how far a run is."""
-
-    # Called with the name of what comes next and its number of turns.
-    expect: Callable[[str, int], None] = lambda what, turns: None
-    advance: Callable[[], None] = lambda: None  # called after each turn
-    # Called with how many turns there are more than was expected, or fewer.
-    change: Callable[[int], None] = lambda turns: None

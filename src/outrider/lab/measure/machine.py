@@ -18,9 +18,6 @@ from outrider import __version__
 from outrider.kernels.library import kernel_library
 from outrider.model.memory import processor_name, synchronise
 
-# --- The machine: its hardware, how fast it reads memory, and how much memory is in use.
-
-
 _MIB = 2**20
 #: The rows and columns of the matrices whose product shows the peak of the arithmetic.
 PRODUCT_SIZE = 2048
@@ -42,14 +39,9 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: int = 5) -> float:
-    """The most bytes per second that torch's threads read from memory.
-
-    The buffer is too large for any cache. The reductions are those that come closest to the limit of the machine; a product
-    with a vector reads a third less.
-
-    Args:
-        num_bytes: The size of the buffer. None takes several times the size of the largest cache.
-    """
+    """The most bytes per second that torch's threads read from memory. The buffer is too large for any cache. The
+    reductions are those that come closest to the limit of the machine; a product with a vector reads a third less. Without
+    a size the buffer is several times as large as the largest cache."""
     num_bytes = num_bytes or (1024 * _MIB if device.type == "cuda" else max(256 * _MIB, 6 * _largest_cache()))
     buffer = torch.ones(max(1, num_bytes // 8), dtype=torch.int64, device=device)
     best = float("inf")
@@ -64,10 +56,8 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None, repeats: 
 
 
 def product_peak(device: torch.device, dtype: torch.dtype, size: int = PRODUCT_SIZE, repeats: int = 10) -> float:
-    """The most operations per second of torch's product of two square matrices.
-
-    A multiplication with its addition counts as two operations.
-    """
+    """The most operations per second of torch's product of two square matrices. A multiplication with its addition counts
+    as two operations."""
     left, right = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for turn in range(repeats + 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -34,19 +33,17 @@ def row_costs(
     repeats: int,
     on_round: Callable[[], None] = lambda: None,
 ) -> RowCosts:
-    """Time passes by their context and their number of rows.
-
-    A round times every number behind every context once, so that slow moments hit all of them. Times that cannot be true
-    are measured again, and the smaller median counts: other work makes passes slower and never faster.
-    """
+    """Time passes by their context and their number of rows. A round times every number behind every context once, so that
+    slow moments hit all of them. Times that cannot be true are measured again, and the smaller median counts: other work
+    makes passes slower and never faster."""
     places = [(context, n) for context in contexts for n in rows if context + n <= limit]
     found: dict[int, dict[int, float]] = {}
     doubt = None
     for _ in range(1 + AGAIN):
         watch = LoadWatch()
-        for context, times in _medians(timer, places, repeats, on_round).items():
-            before = found.setdefault(context, times)
-            found[context] = {n: min(seconds, before[n]) for n, seconds in times.items()}
+        for (context, n), seconds in median_seconds(timer, places, repeats, on_round).items():
+            times = found.setdefault(context, {})
+            times[n] = min(seconds, times.get(n, seconds))
         load, on_processor = watch.load(), timer.device.type == "cpu"
         doubts = (doubt_about_rows(times, load, on_processor=on_processor) for times in found.values())
         doubt = next((each for each in doubts if each is not None), None)
@@ -55,16 +52,22 @@ def row_costs(
     return RowCosts(found, doubt)
 
 
-def _medians(
-    timer: PassTimer, places: Sequence[tuple[int, int]], repeats: int, on_round: Callable[[], None]
-) -> dict[int, dict[int, float]]:
-    """The median seconds at each place, (context, rows), by context and rows."""
-    times: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+def median_seconds(
+    timer: PassTimer,
+    places: Sequence[tuple[int, int]],
+    repeats: int,
+    on_round: Callable[[], None] = lambda: None,
+    *,
+    logits: bool = True,
+) -> dict[tuple[int, int], float]:
+    """The median seconds of a pass at each place, (tokens before its rows, rows). A round times every place once, and the
+    first one does not count."""
+    times: dict[tuple[int, int], list[float]] = {place: [] for place in places}
     for turn in range(repeats + 1):
-        for context, n in places:
-            timer.compute(context)
-            seconds = timer.seconds(context, n, logits=True)
+        for start, rows in places:
+            timer.compute(start)
+            seconds = timer.seconds(start, rows, logits=logits)
             if turn:
-                times[context][n].append(seconds)
+                times[start, rows].append(seconds)
         on_round()
-    return {context: {n: median(values) for n, values in found.items()} for context, found in times.items()}
+    return {place: median(found) for place, found in times.items()}

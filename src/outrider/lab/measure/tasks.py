@@ -1,4 +1,4 @@
-"""What is written in a measurement: built-in workloads, prompts and questions from files, recorded texts, long prompts."""
+"""Texts to write in a measurement: built-in workloads, prompts and questions from files, recorded texts, long prompts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from random import Random
 from typing import Any
 
 from outrider.errors import InvalidParameterError
-
-# --- Workloads: built-in prompts, prompts and questions from files, and recorded texts to replay.
-
 
 #: The built-in workloads. Each has a file in the folder `workloads`.
 WORKLOADS = ("code_completion", "copy_editing", "summarisation", "passage_question", "json", "free_text")
@@ -53,12 +50,10 @@ def built_in(workload: str) -> list[Task]:
 
 
 def read_prompts(path: Path) -> list[Task]:
-    """Read prompts from a file in JSONL or Parquet, one a line.
-
-    A line is {"prompt": ...}, a text to go on from; or {"messages": [...]}, a conversation; or a question as Spec-Bench
-    (Xia and others, 2024), MT-bench and SPEED-Bench have it, {"question_id": ..., "category": ..., "turns": [...]}: its
-    first turn is asked. "name" and "workload" may stand beside any of them.
-    """
+    """Read prompts from a file in JSONL or Parquet, one a line. A line is {"prompt": ...}, a text to go on from; or
+    {"messages": [...]}, a conversation; or a question as Spec-Bench (Xia and others, 2024), MT-bench and SPEED-Bench have
+    it, {"question_id": ..., "category": ..., "turns": [...]}: its first turn is asked. "name" and "workload" may stand
+    beside any of them."""
     tasks = [_task(i, where, line, path.stem) for i, where, line in _lines("prompts", path)]
     if {task.workload for task in tasks} <= _MT_BENCH:
         return tasks

@@ -52,7 +52,7 @@ def widen_published(source: str, heads: str, folder: str, hidden: int) -> None:
         raise UnsupportedModelError(heads, problem, "Measure it on the target that it was made for.")
     count, size = narrow.config.num_features, narrow.config.target_hidden_size
     config = replace(narrow.config, target_hidden_size=hidden * size, verifier=f"{source}, {hidden} times as wide")
-    table, output = _embeddings(source), _output_layer(source)
+    table, output = _weight(source, "input"), _weight(source, "output")
     weights = {"embed_tokens.weight": table, "lm_head.weight": output} | dict(narrow.network.state_dict())
     weights["fc.weight"] = weights["fc.weight"].unflatten(1, (count, -1)).repeat(1, 1, hidden).flatten(1) / hidden
     for name in weights:
@@ -102,7 +102,7 @@ def _averaged(
     """Heads that begin with the mean of the copies, with output layers of their own."""
     found = dict(weights)
     if config.output == "target":
-        output = _output_layer(source)
+        output = _weight(source, "output")
         found |= {f"outputs.{head}.weight": output for head in range(config.num_heads)}
     size, dtype = config.target.hidden_size, next(iter(found.values())).dtype
     reduce = found.get("reduce.weight", torch.eye(size, dtype=dtype))
@@ -110,20 +110,11 @@ def _averaged(
     return found
 
 
-def _output_layer(source: str) -> Tensor:
-    """The weight [vocab_size, hidden_size] of a checkpoint's output layer."""
-    weight: Tensor = _stock(source).get_output_embeddings().weight.detach()
-    return weight
-
-
-def _embeddings(source: str) -> Tensor:
-    """The embeddings [vocab_size, hidden_size] of a checkpoint."""
-    weight: Tensor = _stock(source).get_input_embeddings().weight.detach()
-    return weight
-
-
-def _stock(source: str) -> Any:
+def _weight(source: str, which: str) -> Tensor:
+    """[vocab_size, hidden_size] of a checkpoint's "input" embeddings, or of its "output" layer."""
     from transformers import AutoModelForCausalLM
 
     with exclusive_transformers():
-        return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    weight: Tensor = getattr(model, f"get_{which}_embeddings")().weight.detach()
+    return weight

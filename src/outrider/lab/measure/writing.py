@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
+from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -28,8 +29,6 @@ from outrider.prompts import PromptEncoder, encode_text
 from outrider.propose.compositions import parts_of
 from outrider.results import RequestStats
 
-# --- Writes a batch of texts with one configuration and measures the time.
-
 
 @dataclass(frozen=True)
 class EncodedTask:
@@ -44,6 +43,11 @@ class EncodedTask:
         """Returns the same task with fewer output tokens, for warming up."""
         answer = None if self.answer_ids is None else self.answer_ids[:max_tokens]
         return replace(self, max_tokens=min(max_tokens, self.max_tokens), answer_ids=answer)
+
+
+def mean_length(tasks: Sequence[EncodedTask]) -> float:
+    """The mean length of texts while they are written."""
+    return fmean(len(task.prompt_ids) + task.max_tokens / 2 for task in tasks)
 
 
 @dataclass(frozen=True)
@@ -187,11 +191,7 @@ _LEAST, _MOST = 350, 700
 
 
 class Replay:
-    """A logits processor that makes a recorded text the target's choice. Every other token becomes far less likely.
-
-    Args:
-        answer: The tokens of the text.
-    """
+    """A logits processor that makes a recorded text the target's choice. Every other token becomes far less likely."""
 
     def __init__(self, num_prompt_tokens: int, answer: tuple[int, ...]) -> None:
         self._start, self._answer = num_prompt_tokens, answer
@@ -237,17 +237,30 @@ def _edits(module: str) -> Iterator[Task]:
 # --- Contestants: the engines and settings that write the texts of a round, in turns.
 
 
+class Timed(Protocol):
+    """A turn that was measured: how fast it decoded, and the tokens that a text gained in a pass."""
+
+    @property
+    def tokens_per_second(self) -> float | None: ...
+
+    @property
+    def tokens_per_pass(self) -> float | None: ...
+
+
+T = TypeVar("T", bound=Timed)
+
+
 @dataclass(frozen=True)
-class Contestant:
+class Contestant(Generic[T]):
     """One way to write the texts of a round."""
 
     name: str  # the name in reports
-    write: Callable[[Sequence[Any]], Run]  # writes the texts of one round, from tasks or from encoded tasks
+    write: Callable[[Sequence[Any]], T]  # writes the texts of one round, from tasks or from encoded tasks
     peer: str | None = None  # the name of the peer to which it belongs. None for a way of our own.
     plain: bool = False  # whether it is our own plain decoding, against which the others are measured
 
 
-def ours(llm: LLM, way: DecodingConfig, temperature: float) -> Contestant:
+def ours(llm: LLM, way: DecodingConfig, temperature: float) -> Contestant[Run]:
     """A contestant for one of our own ways. Its proposers stay loaded from now on, with what their trees learn."""
     config = llm.resolve(way.config)
     for member in (part.method for each in config.candidates for part in parts_of(each)):
@@ -258,30 +271,26 @@ def ours(llm: LLM, way: DecodingConfig, temperature: float) -> Contestant:
 
 def interleave(
     rounds: Iterable[Sequence[Any]],
-    contestants: Sequence[Contestant],
-    on_turn: Callable[[Contestant], None] = lambda _: None,
-    on_dropout: Callable[[Contestant, OtherEngineError], None] = lambda *_: None,
-    who_goes_on: Callable[[Mapping[str, list[Run]]], Collection[str]] | None = None,
+    contestants: Sequence[Contestant[T]],
+    on_turn: Callable[[Contestant[T]], None] = lambda _: None,
+    on_dropout: Callable[[Contestant[T], OtherEngineError], None] = lambda *_: None,
+    who_goes_on: Callable[[Mapping[str, list[T]]], Collection[str]] | None = None,
     on_again: Callable[[int], None] = lambda _: None,
-) -> dict[str, list[Run]]:
+) -> dict[str, list[T]]:
     """The runs of each contestant, by its name.
 
     All contestants write the prompts of a round before the next round begins, so that a slow moment of the machine affects
     all of them. Every other round they write in the opposite order, so that a machine that becomes slower favours nobody. A
-    round in which one of our own ways was faster than it can be is measured again, and the last try counts.
-
-    Args:
-        who_goes_on: Called after every round, and names the contestants of the next one; None for all. The others keep
-            their runs, and where it names nobody there is no next round.
+    round in which one of our own ways was faster than it can be is measured again, in the opposite order, and the last try
+    counts. After every round `who_goes_on` names the contestants of the next one. The others keep their runs, and where it
+    names nobody there is no next round.
     """
     writing = {contestant.name for contestant in contestants}
-    runs: dict[str, list[Run]] = {contestant.name: [] for contestant in contestants}
-    turns = 0
+    runs: dict[str, list[T]] = {contestant.name: [] for contestant in contestants}
 
-    def once(tasks: Sequence[Any]) -> dict[str, Run]:
-        nonlocal turns
-        found, turns = {}, turns + 1
-        for contestant in contestants if turns % 2 else reversed(contestants):
+    def once(tasks: Sequence[Any], turn: int) -> dict[str, T]:
+        found = {}
+        for contestant in reversed(contestants) if turn % 2 else contestants:
             if contestant.name not in runs or contestant.name not in writing:
                 continue
             try:
@@ -292,13 +301,13 @@ def interleave(
             on_turn(contestant)
         return found
 
-    for tasks in rounds:
-        found = once(tasks)
-        for _ in range(AGAIN):
+    for number, tasks in enumerate(rounds):
+        found = once(tasks, number)
+        for attempt in range(1, 1 + AGAIN):
             if _is_possible(found, contestants):
                 break
             on_again(len(writing & runs.keys()))
-            found = once(tasks)
+            found = once(tasks, number + attempt)
         for name, run in found.items():
             if name in runs:
                 runs[name].append(run)
@@ -309,7 +318,7 @@ def interleave(
     return runs
 
 
-def _is_possible(found: Mapping[str, Run], contestants: Sequence[Contestant]) -> bool:
+def _is_possible(found: Mapping[str, T], contestants: Sequence[Contestant[T]]) -> bool:
     """Tells whether each of our own ways may have been as fast as it was in a round."""
     plain = next((found[c.name] for c in contestants if c.plain and c.name in found), None)
     ours = [found[c.name] for c in contestants if c.peer is None and c.name in found]
@@ -322,11 +331,8 @@ def _is_possible(found: Mapping[str, Run], contestants: Sequence[Contestant]) ->
 def encoded_tasks(
     model: str, limit: int, tasks: Mapping[str, Sequence[Task]], max_tokens: int
 ) -> dict[str, list[EncodedTask]]:
-    """The tasks of each workload in the tokens of a model. Questions go through its chat template, if it has one.
-
-    Args:
-        limit: The most tokens of a text, with its prompt.
-    """
+    """The tasks of each workload in the tokens of a model. Questions go through its chat template, if it has one. A text
+    has `limit` tokens at most, with its prompt."""
     encoder = PromptEncoder(read_tokenizer(ModelConfig(model=model)), model)
     return {name: [_encoded(task, encoder, limit, max_tokens) for task in found] for name, found in tasks.items()}
 
@@ -363,35 +369,26 @@ _NOTICEABLE = 8
 
 
 def possible_speedup(speedup: float | None, tokens_per_pass: float | None) -> bool:
-    """Tells whether a way to draft may have been so much faster than plain decoding.
-
-    A pass with drafts takes at least the time of one without. So nothing is faster by more than its tokens a pass.
-
-    Args:
-        speedup: Over plain decoding. None where it is not known.
-        tokens_per_pass: The tokens that a text gained in a pass. None where they are not known.
-    """
+    """Tells whether a way to draft may have been so much faster than plain decoding. A pass with drafts takes at least the
+    time of one without. So nothing is faster by more than its tokens a pass. What is not known is None."""
     return speedup is None or tokens_per_pass is None or speedup <= SLACK * tokens_per_pass
 
 
-def possible_run(run: Run, plain: Run) -> bool:
+def possible_run(run: Timed, plain: Timed) -> bool:
     """Tells whether a run of our own may have been so much faster than a plain one in the same round."""
     return possible_speedup(speed_ratio(run, plain), run.tokens_per_pass)
 
 
-def speed_ratio(run: Run, plain: Run) -> float | None:
+def speed_ratio(run: Timed, plain: Timed) -> float | None:
     """Returns how much faster a run decoded than a plain one. None where one of the two speeds is not known."""
     if run.tokens_per_second is None or plain.tokens_per_second is None:
         return None
     return run.tokens_per_second / plain.tokens_per_second
 
 
-def believed_rounds(runs: Sequence[Run], plain: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """The rounds of a way of our own that may be true, each with its plain run.
-
-    Returns:
-        Nothing where more than half of the rounds cannot be true: then the others cannot be trusted either.
-    """
+def believed_rounds(runs: Sequence[T], plain: Sequence[T]) -> list[tuple[T, T]]:
+    """The rounds of a way of our own that may be true, each with its plain run. There are none where more than half of the
+    rounds cannot be true: then the others cannot be trusted either."""
     rounds = list(zip(runs, plain, strict=True))
     good = [pair for pair in rounds if possible_run(*pair)]
     return good if 2 * len(good) >= len(rounds) else []
@@ -404,11 +401,7 @@ def believed_speedup(runs: Sequence[Run], plain: Sequence[Run]) -> Spread | None
 
 
 def doubt_about_rows(seconds: Mapping[int, float], load: Load, *, on_processor: bool) -> str | None:
-    """Why the times of passes by their rows cannot be believed. None where they can.
-
-    Args:
-        seconds: The seconds of a pass by its number of rows.
-    """
+    """Why the seconds of passes by their number of rows cannot be believed. None where they can."""
     one = seconds.get(1)
     if one is None:
         return None

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from http.client import HTTPException
 from importlib import metadata, util
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from outrider.errors import EngineAnswerError, InvalidParameterError, InvalidPromptError
 
-# --- The interface of another engine that is measured beside this one.
-
+if TYPE_CHECKING:
+    from outrider.lab.prove.running import Proof  # which imports torch
 
 #: The seconds that a mode may take to convert, load and write its first texts; those for any later answer, and what is
 #: added to them for every token.
@@ -88,21 +93,34 @@ class PeerRequest:
 class PeerEngine(Protocol):
     """The engine inside the process of a peer. It loads what a mode needs when the mode is first asked for."""
 
+    def __init__(self, models: PeerModels) -> None: ...
+
     def generate(self, request: PeerRequest) -> PeerRun:
         """Write all texts, in one batch."""
         ...
 
 
-class Peer(ABC):
-    """Another engine that is measured. It is a context manager around a process of its own.
+class OtherEngine(Protocol):
+    """An engine whose speculation is proved."""
 
-    The process starts with the first text, and again after a failure that ended it. So a mode that crashes or hangs loses
-    only its own figures. In one process, the thread pools of two engines would slow each other down.
-    """
+    title: str  # its name and version, as far as the engine tells them
+
+    def proofs(self, *, quick: bool) -> Sequence[Proof]:
+        """The claims by name, each with the function that proves it. They run in order, one at a time."""
+        ...
+
+
+class Peer(ABC):
+    """Another engine that is measured. It is a context manager around a process of its own. The process starts with the
+    first text, and again after a failure that ended it. So a mode that crashes or hangs loses only its own figures. In one
+    process, the thread pools of two engines would slow each other down."""
 
     name: ClassVar[str]  # the name that users give
     package: ClassVar[str]  # the package whose version is that of the peer
     dtypes: ClassVar[tuple[str, ...]]  # the types of weights that it can use
+    needs: ClassVar[tuple[str, ...]] = ()  # the modules that it cannot do without
+    extra: ClassVar[str] = ""  # the extra of this project that installs them
+    engine: ClassVar[type[PeerEngine]]  # what is built in the process of the peer
     drafts_in_batches: ClassVar[bool] = True  # whether it can draft for several texts at a time
 
     def __init__(self, models: PeerModels) -> None:
@@ -115,19 +133,20 @@ class Peer(ABC):
             raise InvalidParameterError("num_threads", models.num_threads, "nothing would compute", "Use 1 or more.")
         self.models = models
         self.version = metadata.version(self.package)
-        self._worker = Worker(self.name, self.building(models))
+        self._worker = Worker(self.name, partial(self.engine, models))
         self._warm: set[PeerMode] = set()
         self._batch = 1
 
-    @staticmethod
-    @abstractmethod
-    def missing() -> str | None:
-        """Why it cannot run here, and what to install. None where it can run."""
+    @classmethod
+    def missing(cls) -> str | None:
+        """The packages that are not installed, and the command that installs them. None where all are installed."""
+        absent = [name for name in cls.needs if util.find_spec(name) is None]
+        return f"{', '.join(absent)} not installed; run: pip install 'outrider[{cls.extra}]'" if absent else None
 
     @staticmethod
-    @abstractmethod
-    def building(models: PeerModels) -> Callable[[], PeerEngine]:
-        """The function that builds the engine. It is sent to the process of the peer."""
+    def proving(folder: Path) -> AbstractContextManager[OtherEngine] | None:
+        """The engine with tiny models in a folder, whose speculation can be proved. None where nobody has proofs for it."""
+        return None
 
     @property
     @abstractmethod
@@ -143,21 +162,10 @@ class Peer(ABC):
         return [PeerMode("plain", "plain"), *speculating]
 
     def generate(
-        self,
-        mode: PeerMode,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
+        self, mode: PeerMode, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float, seed: int | None
     ) -> PeerRun:
-        """Write exactly `max_tokens` tokens behind each prompt, all in one batch.
-
-        Before the first texts of a mode, and when the number of texts changes, short ones are written that do not count.
-
-        Args:
-            prompts: The tokens of each prompt, at least one.
-        """
+        """Write exactly `max_tokens` tokens behind each prompt, all in one batch. Before the first texts of a mode, and
+        when the number of texts changes, short ones are written that do not count."""
         request = PeerRequest(mode, tuple(map(tuple, prompts)), max_tokens, temperature, seed)
         self._check(request)
         if not self._worker.is_alive or request.batch != self._batch:
@@ -202,18 +210,29 @@ def _deadline(request: PeerRequest) -> float:
     return ANSWER_SECONDS + TOKEN_SECONDS * num_tokens
 
 
-def missing_packages(packages: Sequence[str], extra: str) -> str | None:
-    """The packages that are not installed, and the command that installs them. None where all are installed."""
-    absent = [name for name in packages if util.find_spec(name) is None]
-    return f"{', '.join(absent)} not installed; run: pip install 'outrider[{extra}]'" if absent else None
+# --- A server that speaks OpenAI's API.
 
 
-def build_with(engine: Callable[[PeerModels], PeerEngine], models: PeerModels) -> Callable[[], PeerEngine]:
-    """A function without arguments that calls `engine(models)`, for use in another process."""
-    return partial(engine, models)
+def asked(root: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+    """The answer of a server, open to be read. The key is taken from OPENAI_API_KEY where that is set."""
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return urlopen(Request(f"{root}/v1/{path}", data, headers), timeout=timeout)
+    except HTTPError as error:
+        said = error.read(500).decode("utf-8", "replace").strip()
+        raise EngineAnswerError(root, f"answers {error.code} on {path}: {said}", "See its log.") from error
+    except (HTTPException, OSError, ValueError) as error:
+        raise EngineAnswerError(root, f"does not answer: {error}", "Is the server up, and the address right?") from error
 
 
 # --- Converted checkpoints, which are kept from one run to the next.
+
+
+#: What GGUF calls the types that round weights.
+GGUF_NAMES = {"int8": "q8_0", "int4": "q4_0"}
 
 
 def converted_path(folder: Path, checkpoint: str, kind: str) -> Path:
@@ -245,13 +264,6 @@ def gguf_file(folder: Path, checkpoint: str, dtype: str) -> str:
 _LEAVE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The error of an engine in words, since its exceptions may not be sendable between processes."""
-
-    problem: str
-
-
 class Worker:
     """Starts the process when it is needed, and ends it when it does not answer."""
 
@@ -266,11 +278,7 @@ class Worker:
         return self._process is not None and self._process.is_alive()
 
     def ask(self, request: PeerRequest, deadline: float) -> PeerRun:
-        """The answer to a request.
-
-        Args:
-            deadline: The seconds after which the process is ended.
-        """
+        """The answer to a request. The process is ended where it does not come within so many seconds."""
         if not self.is_alive:
             self.close()
             self._start()
@@ -282,8 +290,8 @@ class Worker:
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._death(request) from error
-        if isinstance(answer, Failure):
-            raise EngineAnswerError(self._name, f"{request.mode.name} raises {answer.problem}", "Leave out this mode.")
+        if isinstance(answer, str):
+            raise EngineAnswerError(self._name, f"{request.mode.name} raises {answer}", "Leave out this mode.")
         run: PeerRun = answer
         return run
 
@@ -345,7 +353,7 @@ def serve(build: Callable[[], PeerEngine], connection: Connection[Any, Any]) -> 
             return
         try:
             engine = engine or build()
-            answer: PeerRun | Failure = engine.generate(request)
-        except Exception as error:  # every error goes into the report and must not end this process
-            answer = Failure(f"{type(error).__name__}: {error}")
+            answer: PeerRun | str = engine.generate(request)
+        except Exception as error:  # it goes into the report, in words since not every one can be sent, and ends nothing
+            answer = f"{type(error).__name__}: {error}"
         connection.send(answer)

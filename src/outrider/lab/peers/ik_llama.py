@@ -6,58 +6,19 @@ The package binds no drafting, so there is plain decoding alone. Tokens are draw
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from outrider.errors import EngineAnswerError
-from outrider.lab.peers.base import (
-    Peer,
-    PeerEngine,
-    PeerMode,
-    PeerModels,
-    PeerRequest,
-    PeerRun,
-    build_with,
-    gguf_file,
-    missing_packages,
-)
+from outrider.lab.peers.base import GGUF_NAMES, Peer, PeerMode, PeerModels, PeerRequest, PeerRun, gguf_file
 
 #: Tokens of a text at most, and rows of a pass.
 _CONTEXT, _ROWS = 4096, 512
 #: What the library calls with what it logs.
 _Listener = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-
-
-class IkLlamaPeer(Peer):
-    """ik_llama.cpp, with weights that it has put into its own order of rows."""
-
-    name = "ik_llama.cpp"
-    package = "ik-llama-cpp-python"
-    dtypes = ("float32", "bfloat16", "int8", "int4")
-    drafts_in_batches = False
-
-    @staticmethod
-    def missing() -> str | None:
-        """See Peer."""
-        return missing_packages(("ik_llama_cpp", "gguf"), "ik-llama-cpp")
-
-    @staticmethod
-    def building(models: PeerModels) -> Callable[[], PeerEngine]:
-        """See Peer."""
-        return build_with(IkLlamaEngine, models)
-
-    @property
-    def precision(self) -> str:
-        """See Peer."""
-        weights = {"int8": "q8_0", "int4": "q4_0"}.get(self.models.dtype, self.models.dtype)
-        return f"weights {weights}, KV float16; its package is compiled for AVX2, and drafts nothing"
-
-    def modes(self, *, full: bool, batch: int = 1) -> Sequence[PeerMode]:
-        """See Peer. There is plain decoding alone."""
-        return [PeerMode("plain", "plain")]
 
 
 class IkLlamaEngine:
@@ -82,7 +43,7 @@ class IkLlamaEngine:
         self._batch = 0
 
     def generate(self, request: PeerRequest) -> PeerRun:
-        """See PeerEngine. The prompts are read one after another, and then all texts decode in one batch."""
+        """The prompts are read one after another, and then all texts decode in one batch."""
         context, draws = self._context_for(request.batch), np.random.default_rng(request.seed)
         start = perf_counter()
         rows, first = [], []
@@ -131,6 +92,25 @@ class IkLlamaEngine:
         """[vocab_size] of a row of the last pass."""
         found = self._native.llama_get_logits_ith(context, ctypes.c_int32(row))
         return np.ctypeslib.as_array(found, (self._vocab_size,))
+
+
+class IkLlamaPeer(Peer):
+    """ik_llama.cpp, with weights that it has put into its own order of rows."""
+
+    name = "ik_llama.cpp"
+    package = "ik-llama-cpp-python"
+    dtypes = ("float32", "bfloat16", "int8", "int4")
+    engine = IkLlamaEngine
+    needs, extra = ("ik_llama_cpp", "gguf"), "ik-llama-cpp"
+    drafts_in_batches = False
+
+    @property
+    def precision(self) -> str:
+        weights = GGUF_NAMES.get(self.models.dtype, self.models.dtype)
+        return f"weights {weights}, KV float16; its package is compiled for AVX2, and drafts nothing"
+
+    def modes(self, *, full: bool, batch: int = 1) -> Sequence[PeerMode]:
+        return [PeerMode("plain", "plain")]
 
 
 def _chosen(logits: np.ndarray, temperature: float, draws: np.random.Generator) -> int:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
-from outrider.lab.peers.base import Peer, PeerModels
+from outrider.lab.peers.base import OtherEngine, Peer, PeerModels
 from outrider.lab.peers.ik_llama import IkLlamaPeer
 from outrider.lab.peers.llama_cpp import LlamaCppPeer
 from outrider.lab.peers.openvino import OpenVinoPeer
 from outrider.lab.peers.transformers import TransformersPeer
-
-if TYPE_CHECKING:
-    from outrider.lab.prove.running import Proof  # which imports torch
-
-# --- Registry of the engines that can be measured, by name.
-
 
 PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (TransformersPeer, LlamaCppPeer, IkLlamaPeer, OpenVinoPeer)}
 
@@ -59,28 +53,16 @@ def open_engine(name: str, options: ServerOptions) -> Iterator[OtherEngine]:
     if name.startswith(("http://", "https://")):
         yield _server(name, options)
         return
-    if name not in _BUILDERS:
-        raise InvalidParameterError("engine", name, "no such engine", f"Known are {_NAMES}.")
-    for field, value in vars(options).items():
-        if value is not None:
-            raise ContradictionError(field, value, f"{name} has no use for it", "It is for servers: --engine http://...")
-    with TemporaryDirectory() as folder, _BUILDERS[name](Path(folder)) as engine:
-        yield engine
-
-
-@contextmanager
-def _transformers(folder: Path) -> Iterator[OtherEngine]:
-    from outrider.lab.peers.assisted import AssistedGeneration
-
-    yield AssistedGeneration(folder)
-
-
-@contextmanager
-def _llama_cpp(folder: Path) -> Iterator[OtherEngine]:
-    from outrider.lab.peers.llama_cpp_proof import open_llama_cpp
-
-    with open_llama_cpp(folder) as engine:
-        yield engine
+    with TemporaryDirectory() as folder:
+        engine = PEERS[name].proving(Path(folder)) if name in PEERS else None
+        if engine is None:
+            raise InvalidParameterError("engine", name, "no such engine", f"Known are {_NAMES}.")
+        for field, value in vars(options).items():
+            if value is not None:
+                remedy = "It is for servers: --engine http://..."
+                raise ContradictionError(field, value, f"{name} has no use for it", remedy)
+        with engine as opened:
+            yield opened
 
 
 def _server(url: str, options: ServerOptions) -> OtherEngine:
@@ -90,10 +72,9 @@ def _server(url: str, options: ServerOptions) -> OtherEngine:
     client = CompletionsClient(url, options.model, body)
     plain = None
     if options.plain is not None:
-        if options.plain.startswith(("http://", "https://")):
-            plain = CompletionsClient(options.plain, options.model, body)
-        else:
-            plain = CompletionsClient(url, options.model, {**body, **_json_object("plain", options.plain)})
+        elsewhere = options.plain.startswith(("http://", "https://"))
+        asked = body if elsewhere else {**body, **_json_object("plain", options.plain)}
+        plain = CompletionsClient(options.plain if elsewhere else url, options.model, asked)
     proof = ServerProof(client, plain, None if options.weights is None else ReferenceModel(options.weights))
     proof.reach()
     return proof
@@ -107,19 +88,3 @@ def _json_object(field: str, text: str | None) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InvalidParameterError(field, text, "not a JSON object", 'For example \'{"speculation": "none"}\'.')
     return value
-
-
-_BUILDERS = {"transformers": _transformers, "llama.cpp": _llama_cpp}
-
-
-# --- The interface of another engine that is proved.
-
-
-class OtherEngine(Protocol):
-    """An engine whose speculation is tested."""
-
-    title: str  # its name and version, as far as the engine tells them
-
-    def proofs(self, *, quick: bool) -> Sequence[Proof]:
-        """The claims by name, each with the function that proves it. They run in order, one at a time."""
-        ...

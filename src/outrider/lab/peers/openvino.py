@@ -7,53 +7,16 @@ changes a bfloat16 weight by at most 3e-8, and `precision` says in which type th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outrider.lab.peers.base import (
-    Peer,
-    PeerEngine,
-    PeerModels,
-    PeerRequest,
-    PeerRun,
-    build_with,
-    converted_path,
-    missing_packages,
-)
+from outrider.lab.peers.base import Peer, PeerModels, PeerRequest, PeerRun, converted_path
 
 #: The longest n-gram that prompt lookup matches. It falls back to shorter ones.
 _NGRAM_MAX = 3
 _STORED_AS = {"float32": "float16", "bfloat16": "float16", "int8": "int8", "int4": "int4"}
-
-
-class OpenVinoPeer(Peer):
-    """OpenVINO GenAI on the CPU."""
-
-    name = "openvino"
-    package = "openvino-genai"
-    dtypes = ("float32", "bfloat16", "int8", "int4")
-
-    @staticmethod
-    def missing() -> str | None:
-        """See Peer."""
-        return missing_packages(("openvino", "openvino_genai", "openvino_tokenizers", "gguf"), "openvino")
-
-    @staticmethod
-    def building(models: PeerModels) -> Callable[[], PeerEngine]:
-        """See Peer."""
-        return build_with(OpenVinoEngine, models)
-
-    @property
-    def precision(self) -> str:
-        """See Peer."""
-        if self.models.dtype == "float32":
-            return "weights float16 in the file, float32 in memory, KV float32"
-        if self.models.dtype in ("int8", "int4"):
-            bits = self.models.dtype.removeprefix("int")
-            return f"weights {bits} bits in groups of 32, KV float16, or float32 on processors without bfloat16"
-        return "weights float16 in the file; bfloat16 and KV float16 where the processor has bfloat16, otherwise float32"
 
 
 class OpenVinoEngine:
@@ -64,7 +27,6 @@ class OpenVinoEngine:
         self._pipelines: dict[str, Any] = {}
 
     def generate(self, request: PeerRequest) -> PeerRun:
-        """See PeerEngine."""
         kind = request.mode.kind
         if kind not in self._pipelines:
             self._pipelines[kind] = self._pipeline(kind)
@@ -104,6 +66,25 @@ class OpenVinoEngine:
             _convert(checkpoint, dtype, folder)
             (folder / "complete").touch()
         return str(folder)
+
+
+class OpenVinoPeer(Peer):
+    """OpenVINO GenAI on the CPU."""
+
+    name = "openvino"
+    package = "openvino-genai"
+    dtypes = ("float32", "bfloat16", "int8", "int4")
+    engine = OpenVinoEngine
+    needs, extra = ("openvino", "openvino_genai", "openvino_tokenizers", "gguf"), "openvino"
+
+    @property
+    def precision(self) -> str:
+        if self.models.dtype == "float32":
+            return "weights float16 in the file, float32 in memory, KV float32"
+        if self.models.dtype in ("int8", "int4"):
+            bits = self.models.dtype.removeprefix("int")
+            return f"weights {bits} bits in groups of 32, KV float16, or float32 on processors without bfloat16"
+        return "weights float16 in the file; bfloat16 and KV float16 where the processor has bfloat16, otherwise float32"
 
 
 def _convert(checkpoint: str, dtype: str, folder: Path) -> None:
@@ -171,10 +152,8 @@ def _tensors(request: PeerRequest) -> list[Any]:
 
 
 def _run(texts: list[list[int]], times: list[list[float]], kind: str) -> PeerRun:
-    """The run of texts whose outputs came at these times. Every output of a text is a pass of the target.
-
-    OpenVINO does not tell the draft tokens of requests that it batches.
-    """
+    """The run of texts whose outputs came at these times. Every output of a text is a pass of the target. OpenVINO does not
+    tell the draft tokens of requests that it batches."""
     num_tokens, num_passes = sum(map(len, texts)), sum(map(len, times))
     last, first = max(came[-1] for came in times), min(came[0] for came in times)
     return PeerRun(

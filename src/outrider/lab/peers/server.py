@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +11,12 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 import torch
 from torch import Tensor
 
 from outrider.errors import EngineAnswerError
+from outrider.lab.peers.base import asked
 from outrider.lab.prove.running import Finding, Proof
 from outrider.lab.prove.sampled import SIGNIFICANCE, chi_square
 from outrider.loading.exclusive import exclusive_transformers
@@ -37,21 +35,12 @@ TIE = 0.02
 
 Prompt = str | tuple[int, ...]
 
-PROMPTS: tuple[str, ...] = (
-    "The weather in spring is",
-    "def read(path):\n",
-    "Once upon a time there was a",
-    "1, 2, 3, 4,",
-)
+PROMPTS: tuple[str, ...] = ("The weather in spring is", "def read(path):\n", "Once upon a time there was a", "1, 2, 3, 4,")
 
 
 class ServerProof:
-    """A server that speculates, and what its texts are compared with.
-
-    Args:
-        plain: Asks the same server or another one without speculation. None where that is not possible.
-        weights: The target itself, as the reference. None takes the probabilities that the server reports.
-    """
+    """A server that speculates, and what its texts are compared with: plain texts, where it or another server can be asked
+    for them, and the target itself. Without weights the probabilities that the server reports are the reference."""
 
     def __init__(
         self,
@@ -140,10 +129,8 @@ class ServerProof:
         )
 
     def prove_text(self, other: CompletionsClient | None, temperature: float) -> Finding:
-        """Texts that are written together equal those that are written alone, by `other` where that is given.
-
-        A finding about seeded texts only informs, since nobody promises that they are equal.
-        """
+        """Texts that are written together equal those that are written alone, by `other` where that is given. A finding
+        about seeded texts only informs, since nobody promises that they are equal."""
         seeded, fields = temperature > 0.0, _request(temperature)
         asked = other if other is not None else self._client
         try:
@@ -292,21 +279,11 @@ class CompletionsClient:
             return list(pool.map(one, prompts))
 
     def _send(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        root = self.url.rstrip("/").removesuffix("/v1")
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
         try:
-            with urlopen(Request(f"{root}/v1/{path}", data, headers), timeout=self.timeout) as answer:
+            with asked(self.url.rstrip("/").removesuffix("/v1"), path, body, self.timeout) as answer:
                 return json.load(answer)
-        except HTTPError as error:
-            said = error.read(500).decode("utf-8", "replace").strip()
-            raise EngineAnswerError(self.url, f"answers {error.code} on {path}: {said}", "See its log.") from error
-        except (URLError, HTTPException, TimeoutError, ConnectionError) as error:
-            raise EngineAnswerError(
-                self.url, f"does not answer: {error}", "Is the server up, and the port right?"
-            ) from error
+        except (HTTPException, OSError) as error:
+            raise EngineAnswerError(self.url, f"does not answer: {error}", "Is the server up?") from error
         except ValueError as error:
             raise EngineAnswerError(self.url, "does not answer in JSON", "Is it an OpenAI-compatible server?") from error
 
@@ -403,11 +380,9 @@ def finding(judgement: Judgement, num_texts: int, length: int) -> Finding:
 
 
 def detectable(num_cells: int, num_texts: int) -> float:
-    """The total variation that a chi-square at `SIGNIFICANCE` notices with a probability of 99 %.
-
-    A shift of total variation t has a noncentrality of at least 4 * num_texts * t**2, whichever cells it moves between
-    (Cauchy and Schwarz). So this holds for every shift, and most shifts are noticed earlier.
-    """
+    """The total variation that a chi-square at `SIGNIFICANCE` notices with a probability of 99 %. A shift of total
+    variation t has a noncentrality of at least 4 * num_texts * t**2, whichever cells it moves between (Cauchy and Schwarz).
+    So this holds for every shift, and most shifts are noticed earlier."""
     return min(1.0, float((_noncentrality(max(1, num_cells - 1)) / (4 * num_texts)) ** 0.5))
 
 

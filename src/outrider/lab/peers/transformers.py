@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from outrider.lab.peers.base import Peer, PeerEngine, PeerModels, PeerRequest, PeerRun, build_with
+from outrider.lab.peers.base import OtherEngine, Peer, PeerModels, PeerRequest, PeerRun
 
 #: The longest n-gram that prompt lookup matches. It falls back to shorter ones.
 _NGRAM_MAX = 3
 #: The token that fills up shorter prompts. It is masked, so any token would do.
 _PADDING = 0
-
-
-class TransformersPeer(Peer):
-    """The installed transformers in eager mode, with its default attention."""
-
-    name = "transformers"
-    package = "transformers"
-    dtypes = ("float32", "bfloat16")
-    drafts_in_batches = False
-
-    @staticmethod
-    def missing() -> str | None:
-        """None: this project depends on it."""
-        return None
-
-    @staticmethod
-    def building(models: PeerModels) -> Callable[[], PeerEngine]:
-        """See Peer."""
-        return build_with(TransformersEngine, models)
-
-    @property
-    def precision(self) -> str:
-        """See Peer."""
-        return f"weights and KV {self.models.dtype}"
 
 
 class TransformersEngine:
@@ -53,7 +31,6 @@ class TransformersEngine:
         self._draft: Any = None
 
     def generate(self, request: PeerRequest) -> PeerRun:
-        """See PeerEngine."""
         import torch
 
         arguments = self._speculation(request)  # this may load the draft model, which is not timed
@@ -92,6 +69,26 @@ class TransformersEngine:
         if request.mode.kind == "ngram":
             return {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": _NGRAM_MAX}
         return {}
+
+
+class TransformersPeer(Peer):
+    """The installed transformers in eager mode, with its default attention."""
+
+    name = "transformers"
+    package = "transformers"
+    dtypes = ("float32", "bfloat16")
+    engine = TransformersEngine
+    drafts_in_batches = False
+
+    @property
+    def precision(self) -> str:
+        return f"weights and KV {self.models.dtype}"
+
+    @staticmethod
+    def proving(folder: Path) -> AbstractContextManager[OtherEngine]:
+        from outrider.lab.peers.assisted import AssistedGeneration
+
+        return nullcontext(AssistedGeneration(folder))
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Any, Any]:

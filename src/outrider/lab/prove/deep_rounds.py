@@ -22,7 +22,7 @@ from outrider.cache.blocks import BlockManager
 from outrider.cache.memory import StateMemory
 from outrider.cache.state import KVView
 from outrider.draft import Draft
-from outrider.lab.prove.forking import ForkedPath, ForkingNoise, Outcome, explore, total_variation
+from outrider.lab.prove.forking import ForkedPath, ForkingNoise, Outcome, explore, name_of, total_variation
 from outrider.lab.prove.running import Finding
 from outrider.lab.prove.sampled import process
 from outrider.params import SamplingParams
@@ -118,11 +118,9 @@ class _Models:
 
 
 class _ChainNoise(ForkingNoise):
-    """Forks on what a rule reads from the coins of a chain, and not on each of them.
-
-    R1 reads how many fall True before the first that does not, and R3 which is the last one that falls True. All other
-    coins make no difference, so they are given a value that would make one under the other rule.
-    """
+    """Forks on what a rule reads from the coins of a chain, and not on each of them. R1 reads how many fall True before the
+    first that does not, and R3 which is the last one that falls True. All other coins make no difference, so they are given
+    a value that would make one under the other rule."""
 
     def __init__(self, rule: RuleName) -> None:
         super().__init__()
@@ -137,7 +135,7 @@ class _ChainNoise(ForkingNoise):
 
     def _race(self, path: ForkedPath, key: Key, probs: list[float], total: float) -> int:
         """A draw whose noise nobody guesses here."""
-        return self._fork(path, key, [(token, p / total) for token, p in enumerate(probs) if p > 0.0])
+        return self._fork(path, name_of(key), [(token, p / total) for token, p in enumerate(probs) if p > 0.0])
 
     def _fall(self, chances: Sequence[float], names: Sequence[Key]) -> list[bool]:
         path = self._spend(names[0])
@@ -148,7 +146,7 @@ class _ChainNoise(ForkingNoise):
         else:
             lost = [_product([1.0 - chance for chance in chances[k:]]) for k in range(len(chances) + 1)]
             weights = [lost[0], *(chances[k] * lost[k + 1] for k in range(len(chances)))]
-        accepted = self._fork(path, names[0], [(k, weight) for k, weight in enumerate(weights) if weight > 0.0])
+        accepted = self._fork(path, name_of(names[0]), [(k, weight) for k, weight in enumerate(weights) if weight > 0.0])
         if self._rule == "token":
             return [place != accepted for place in range(len(chances))]
         return [place == accepted - 1 or (place < accepted and place % 2 == 0) for place in range(len(chances))]
@@ -197,7 +195,9 @@ def deep_round(setting: DeepSetting, seed: int = 1) -> DeepRound:
     noise = _ChainNoise(setting.rule)
 
     def run(count: int) -> Iterator[Outcome]:
-        picks = noise.categorical(weights.expand(count, -1), [_pick(owner) for owner in range(count)]).tolist()
+        picks = noise.categorical(
+            weights.expand(count, -1), [Key(owner, 0, 0, Stream.DRAFT, 0, drafter=99) for owner in range(count)]
+        ).tolist()
         candidates, start = [], 0
         for owner, pick in enumerate(picks):
             end = start + len(rows[pick])
@@ -213,19 +213,11 @@ def deep_round(setting: DeepSetting, seed: int = 1) -> DeepRound:
     return DeepRound(probs, happens, len(drafts), found.num_paths, found.dropped + drafting)
 
 
-def _pick(owner: int) -> Key:
-    return Key(owner, 0, 0, Stream.DRAFT, 0, drafter=99)
-
-
 def _sequence(setting: DeepSetting, seq_id: int) -> ProposerSequence:
     params = SamplingParams(**{"max_tokens": 64, **setting.params})
     shown, kv = Tokens([0, *setting.text]), KVView(StateMemory(BlockManager(1, 1)).state())  # nothing is ever kept in it
     processing = Processing(params, shown, 1, params.stop_token_ids, params.bad_words_ids)
     return ProposerSequence(seq_id, shown, 1, params, processing, 0, 0, kv)
-
-
-def _request(setting: DeepSetting, owner: int, budget: int, builder: TreeBuilder) -> ProposeRequest:
-    return ProposeRequest(_sequence(setting, owner), budget, setting.depth, builder=builder, greedy=setting.greedy)
 
 
 def _builder(setting: DeepSetting) -> TreeBuilder:
@@ -243,7 +235,8 @@ def _drafts(setting: DeepSetting, models: _Models) -> tuple[list[tuple[Draft, fl
         builder = _builder(setting)
         growths = []
         for owner in range(count):
-            request = _request(setting, owner, budget, builder)
+            sequence = _sequence(setting, owner)
+            request = ProposeRequest(sequence, budget, setting.depth, builder=builder, greedy=setting.greedy)
             growths.append(Growth.of(request, budget, setting.depth, setting.min_confidence))
         while growing := [growth for growth in growths if growth.growing]:
             texts = [(0, *setting.text, *growth.path(node)) for growth in growing for node in growth.level]

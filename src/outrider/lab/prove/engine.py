@@ -55,11 +55,9 @@ class _Around(Proposer):
 
 
 class MergedProposer(_Around):
-    """Adds a guess of up to two tokens to the tree of a draft model. The guess depends on the length of the text alone.
-
-    The first token stands below the root, and it may repeat a sampled sibling. The second one follows it and is declared
-    opaque.
-    """
+    """Adds a guess of up to two tokens to the tree of a draft model. The guess depends on the length of the text alone. The
+    first token stands below the root, and it may repeat a sampled sibling. The second one follows it and is declared
+    opaque."""
 
     def changed(self, draft: Draft, request: ProposeRequest) -> Draft:
         token = request.length % 3
@@ -108,11 +106,7 @@ class FaultyProposer(_Around):
 
 
 class BreakingNoise:
-    """Chance that raises when a proposer draws on behind a certain token, as a proposer does that knows no more of it.
-
-    Attributes:
-        num_breaks: How often it raised.
-    """
+    """Chance that raises when a proposer draws on behind a certain token, as a proposer does that knows no more of it."""
 
     def __init__(self, source: NoiseSource, token: int) -> None:
         self._source = source
@@ -323,12 +317,10 @@ class EngineProof:
             members = _members([config])
             if any(isinstance(part.method, Staged) for part in members):  # a draft model publishes when it drafts again
                 write(12, speculation=config)
-            elif any(self._adds_layers(part) for part in members):
+                continue
+            needs = [self.llm.engine.proposers.get(part.method).requires for part in members if part.method is not None]
+            if any(each is not None and each.added_layers is not None for each in needs):
                 write(1, speculation=config)
-
-    def _adds_layers(self, config: SpeculationConfig) -> bool:
-        requires = None if config.method is None else self.llm.engine.proposers.get(config.method).requires
-        return requires is not None and requires.added_layers is not None
 
     def filled(self, settings: Any) -> Any:
         """The settings with the path of a model or of heads in place of what stands for it, in nested settings too."""

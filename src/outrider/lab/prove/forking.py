@@ -24,8 +24,8 @@ FLOOR = 1e-14
 
 Outcome = tuple[Hashable, ...]
 #: The name of a decision: sample, stream, position, round, branch, drafter. The seed is left out, since the engine may draw
-#: another one in every run.
-Name = tuple[int, int, int, int, int, int]
+#: another one in every run. Decisions of other programs have their number on the path as their name.
+Name = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class ForkedPath:
 class ForkingNoise:
     """A NoiseSource for `explore`. Outside of `explore` there is no path to follow, and every request fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, floor: float = FLOOR) -> None:
+        self._floor = floor
         self._paths: list[ForkedPath] = []
         self._by_owner: dict[int, ForkedPath] = {}
         self._pending: list[ForkedPath] = []
@@ -107,19 +108,24 @@ class ForkingNoise:
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
+    def choose(self, chances: Sequence[float]) -> int:
+        """A decision of the only path, which is known by the order in which the program makes its decisions."""
+        (path,) = self._paths
+        return self._fork(path, (len(path.met),), list(enumerate(chances)))
+
     def _toss(self, probability: float, key: Key) -> bool:
         path = self._spend(key)
         assert probability == probability, f"{key}: the probability is NaN"
         if probability <= 0.0 or probability >= 1.0:
             return probability >= 1.0
-        return bool(self._fork(path, key, [(1, probability), (0, 1.0 - probability)]))
+        return bool(self._fork(path, name_of(key), [(1, probability), (0, 1.0 - probability)]))
 
     def _draw(self, probs: list[float], key: Key) -> int:
         path = self._spend(key)
         total = sum(probs)
         assert total > 0.0, f"{key}: no probability anywhere, or NaN"
         if key.stream not in (Stream.TARGET, Stream.GUESS):
-            return self._fork(path, key, [(token, p / total) for token, p in enumerate(probs) if p > 0.0])
+            return self._fork(path, name_of(key), [(token, p / total) for token, p in enumerate(probs) if p > 0.0])
         return self._race(path, key, probs, total)
 
     def _race(self, path: ForkedPath, key: Key, probs: list[float], total: float) -> int:
@@ -131,13 +137,13 @@ class ForkingNoise:
             assert key.stream is Stream.TARGET, "guesses can be followed over a vocabulary of 3 only"
             assert noise not in path.races, f"{key}: the noise of this position was used before"
             path.races[noise] = None
-            return self._fork(path, key, [(token, p / total) for token, p in enumerate(probs) if p > 0.0])
+            return self._fork(path, name_of(key), [(token, p / total) for token, p in enumerate(probs) if p > 0.0])
         known = path.races.get(noise, WHOLE)
         assert known is not None, "a vocabulary changed its size"
         cells = [cell(known, probs, token) if probs[token] > 0.0 else () for token in range(3)]
         areas = [float(area(c)) for c in cells]
         mass = sum(areas)
-        token = self._fork(path, key, [(t, a / mass) for t, a in enumerate(areas) if a > 0.0])
+        token = self._fork(path, name_of(key), [(t, a / mass) for t, a in enumerate(areas) if a > 0.0])
         path.races[noise] = cells[token]
         return token
 
@@ -157,13 +163,12 @@ class ForkingNoise:
             self._by_owner[owner] = self._paths[len(self._by_owner)]
         return self._by_owner[owner]
 
-    def _fork(self, path: ForkedPath, key: Key, branches: list[tuple[int, float]]) -> int:
+    def _fork(self, path: ForkedPath, name: Name, branches: list[tuple[int, float]]) -> int:
         """The choice that the path repeats, or else the likeliest one. The other choices are left to later paths."""
-        self.dropped += sum(path.weight * probability for _, probability in branches if probability < FLOOR)
-        branches = sorted((b for b in branches if b[1] >= FLOOR), key=lambda b: -b[1])
+        self.dropped += sum(path.weight * probability for _, probability in branches if probability < self._floor)
+        branches = sorted((b for b in branches if b[1] >= self._floor), key=lambda b: -b[1])
         if len(branches) == 1:
             return branches[0][0]
-        name = (key.sample, int(key.stream), key.position, key.round, key.branch, key.drafter)
         path.met.add(name)
         if name in path.choices:
             return path.choices[name]
@@ -175,14 +180,16 @@ class ForkingNoise:
         return choice
 
 
+def name_of(key: Key) -> Name:
+    """The name of the decision that a key stands for."""
+    return (key.sample, int(key.stream), key.position, key.round, key.branch, key.drafter)
+
+
 def explore(
     run: Callable[[int], Iterable[Outcome]], noise: ForkingNoise, *, width: int = 1, max_paths: int = 200_000
 ) -> Distribution:
-    """The exact distribution of what a program returns when all its chance comes from `noise`.
-
-    Args:
-        width: The largest number of copies in one run. Copies share batches and caches, so that these are proved too.
-    """
+    """The exact distribution of what a program returns when all its chance comes from `noise`. A run has up to `width`
+    copies, which share batches and caches, so that these are proved too."""
     noise.begin()
     probs: dict[Outcome, float] = {}
     num_paths = 0

@@ -40,16 +40,10 @@ _PROMPTS = (
 
 
 class OwnModel:
-    """A model, loaded when it is first used, and the ways to draft for it.
-
-    It computes in float64, where passes of other shapes differ too little to change a text. Rows of 8 bits are not computed
-    in float64, and a difference of any size rounds some numbers another way; so such a model computes in float32 and in
-    batch-invariant mode, where passes of other shapes have the same bits.
-
-    Args:
-        model: Path or hub id. None takes the embedded pair.
-        speculations: The ways to draft. None takes the built-in methods.
-    """
+    """A model, loaded when it is first used, and the ways to draft for it. It computes in float64, where passes of other
+    shapes differ too little to change a text. Rows of 8 bits are not computed in float64, and a difference of any size
+    rounds some numbers another way; so such a model computes in float32 and in batch-invariant mode, where passes of other
+    shapes have the same bits. It is the embedded pair, and drafts with the built-in methods, unless others are given."""
 
     def __init__(
         self,
@@ -116,11 +110,9 @@ class OwnModel:
         return Finding(wrong, 0.0, f"{compared} texts of {params.max_tokens} tokens, {how}, batched against alone")
 
     def bits_are_identical(self, dtype: DTypeName, length: int) -> Finding:
-        """In batch-invariant mode, texts that are decoded plainly and alone equal those of one ragged batch.
-
-        The batch mixes several ways to draft. It computes prompts in small chunks, takes prefixes from the cache, and has
-        too little memory for all texts at a time.
-        """
+        """In batch-invariant mode, texts that are decoded plainly and alone equal those of one ragged batch. The batch
+        mixes several ways to draft. It computes prompts in small chunks, takes prefixes from the cache, and has too little
+        memory for all texts at a time."""
         memory = 4 * (max(map(len, self.prompts)) + length) // 8 * 8
         settings: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 40, "kv_cache_tokens": memory}
         how: dict[str, Any] = {"dtype": dtype, "activations": self._activations, "batch_invariant": True}

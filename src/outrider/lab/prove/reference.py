@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from fractions import Fraction
 from functools import cache
@@ -164,12 +164,18 @@ def speculative_distribution(case: Case, rule: ReferenceRule, num_draft_tokens: 
     if rule is ReferenceRule.COUPLED:
         return _coupled_distribution(case, num_draft_tokens, length)
 
+    return over_rounds(lambda context: round_distribution(case, rule, context, num_draft_tokens), length)
+
+
+def over_rounds(one_round: Callable[[Context], Joint], length: int) -> Joint:
+    """Joint distribution of the first `length` tokens of rounds, whose own distributions depend on the text before."""
+
     @cache
     def continued(context: Context) -> Mapping[Context, Fraction]:
         if len(context) >= length:
             return {context[:length]: Fraction(1)}
         joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
-        for tokens, weight in round_distribution(case, rule, context, num_draft_tokens).items():
+        for tokens, weight in one_round(context).items():
             for outcome, share in continued(context + tokens).items():
                 joint[outcome] += weight * share
         return joint

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import product
 
 import torch
@@ -16,7 +17,7 @@ from outrider.cache.memory import StateMemory
 from outrider.cache.state import KVView
 from outrider.draft import EMPTY, Draft, Law
 from outrider.lab.prove import forking, reference, tree_reference
-from outrider.lab.prove.reference import VOCAB_SIZE, Case, Context, Probs, ReferenceRule
+from outrider.lab.prove.reference import VOCAB_SIZE, Case, Context, Joint, Probs, ReferenceRule
 from outrider.lab.prove.running import Finding
 from outrider.lab.prove.tree_reference import TreeRule, alone
 from outrider.params import SamplingParams
@@ -26,29 +27,31 @@ from outrider.verify.noise import Key, NoiseSource
 from outrider.verify.processing import Processing
 from outrider.verify.verifier import CandidateKeys, DraftCandidate, RuleName, Verdict, Verifier, rule_for
 
-# --- Compares the production rules and the production Verifier with the rational reference, on synthetic probabilities.
-
-
 _MANY = 1_000
 
 
 def prove_reference(rule: ReferenceRule, count: int, num_draft_tokens: int, length: int) -> Finding:
     """The rational reference itself has a total variation of exactly 0."""
-    worst = Fraction(0)
-    for case in reference.cases(count):
-        found = reference.speculative_distribution(case, rule, num_draft_tokens, length)
-        worst = max(worst, reference.distance(found, reference.plain_distribution(case, length)))
-    detail = f"{count} cases, {num_draft_tokens} draft tokens, joint of {length} tokens, in fractions"
-    return Finding(float(worst), 0.0, detail, worst == 0)
+
+    def written(case: Case) -> Joint:
+        return reference.speculative_distribution(case, rule, num_draft_tokens, length)
+
+    return reference_is_exact(reference.cases(count), written, length, f"{num_draft_tokens} draft tokens")
 
 
 def prove_tree_reference(rule: TreeRule, widths: tuple[int, ...], count: int, length: int) -> Finding:
     """The rational reference of the rules on trees has a total variation of exactly 0."""
-    worst = Fraction(0)
-    for case in reference.cases(count, seed=4):
-        found = tree_reference.speculative_distribution(alone(case, rule), rule, (widths,), length)
-        worst = max(worst, reference.distance(found, reference.plain_distribution(case, length)))
-    detail = f"{count} cases, trees of {widths}, joint of {length} tokens, in fractions"
+
+    def written(case: Case) -> Joint:
+        return tree_reference.speculative_distribution(alone(case, rule), rule, (widths,), length)
+
+    return reference_is_exact(reference.cases(count, seed=4), written, length, f"trees of {widths}")
+
+
+def reference_is_exact(cases: Seq[Case], written: Callable[[Case], Joint], length: int, said: str) -> Finding:
+    """Total variation, in fractions, between what a reference writes in the worst case and what the target alone does."""
+    worst = max(reference.distance(written(case), reference.plain_distribution(case, length)) for case in cases)
+    detail = f"{len(cases)} cases, {said}, joint of {length} tokens, in fractions"
     return Finding(float(worst), 0.0, detail, worst == 0)
 
 
@@ -91,10 +94,11 @@ def _owing(probs: Tensor, p: Tensor, q: Tensor, scale: Tensor) -> Tensor:
 # -- decisions on a grid -----------------------------------------------------------------------------------------------
 
 
-class GridNoise:
+class GridNoise(forking.ForkingNoise):
     """Coins with given uniform numbers: each succeeds if its number is below its probability. Draws take the best token."""
 
     def __init__(self, grid: Seq[float]) -> None:
+        super().__init__()
         self.grid = grid
 
     def bernoulli(self, probability: Tensor, keys: Seq[Key]) -> Tensor:
@@ -102,15 +106,6 @@ class GridNoise:
 
     def categorical(self, probs: Tensor, keys: Seq[Key]) -> Tensor:
         return probs.argmax(-1)
-
-    def forget(self, owner: int) -> None:
-        pass
-
-    def mark(self) -> None:
-        pass
-
-    def rewind(self) -> None:
-        pass
 
 
 def prove_decisions(rule: ReferenceRule, count: int, steps: int = 7, k: int = 2) -> Finding:
@@ -146,64 +141,60 @@ def _expected(case: Case, rule: ReferenceRule, draft: Context, coins: Seq[Fracti
 # -- the forked Verifier -----------------------------------------------------------------------------------------------
 
 
+#: The rule that a request asks for so that the Verifier applies the tree rule.
+RULE_NAMES: dict[TreeRule, RuleName] = {TreeRule.RECURSIVE: "token", TreeRule.TRAVERSAL: "block", TreeRule.MERGED: "auto"}
+#: Drafts for a text up to a depth: case, text, noise, depth.
+Draw = Callable[[Case, "WrittenText", DraftNoise, int], Draft]
+
+
 def prove_verifier(rule: ReferenceRule, count: int, num_draft_tokens: int, length: int) -> Finding:
     """Total variation between what rounds of the production Verifier write and the exact distribution of the target."""
+
+    def chain(case: Case, text: WrittenText, source: DraftNoise, depth: int) -> Draft:
+        return draw_tree(case.draft, text, source, (1,) * min(num_draft_tokens, depth))
+
+    cases, said = reference.cases(count, seed=3), f"{num_draft_tokens} draft tokens"
+    return verifier_is_exact(cases, rule.value, chain, length, said)
+
+
+def prove_tree_verifier(rule: TreeRule, widths: tuple[int, ...], count: int, length: int) -> Finding:
+    """Total variation between what rounds of `Verifier.verify` on trees write and the exact distribution of the target."""
+
+    def tree(case: Case, text: WrittenText, source: DraftNoise, depth: int) -> Draft:
+        draft = draw_tree(case.draft, text, source, widths[:depth])
+        return _with_guess(draft, text.output) if rule is TreeRule.MERGED else draft
+
+    return verifier_is_exact(reference.cases(count, seed=5), RULE_NAMES[rule], tree, length, f"trees of {widths}")
+
+
+def verifier_is_exact(cases: Seq[Case], rule: RuleName, draw: Draw, length: int, said: str) -> Finding:
+    """Total variation, in the worst case, between what rounds of drafts and the Verifier write and the target's own law."""
     worst, paths = 0.0, 0
-    for case in reference.cases(count, seed=3):
-        found = verifier_distribution(case, rule, num_draft_tokens, length)
+    for case in cases:
+        noise = forking.ForkingNoise()
+        found = forking.explore(partial(_written, case, rule, noise, draw, length), noise, width=_MANY)
         exact = {c: float(w) for c, w in reference.plain_distribution(case, length).items()}
         worst = max(worst, forking.total_variation(found.probs, exact) + found.dropped)
         paths += found.num_paths
-    detail = f"{count} cases, {num_draft_tokens} draft tokens, joint of {length} tokens, {paths} paths"
-    return Finding(worst, 1e-12, detail)
+    return Finding(worst, 1e-12, f"{len(cases)} cases, {said}, joint of {length} tokens, {paths} paths")
 
 
-def verifier_distribution(case: Case, rule: ReferenceRule, num_draft_tokens: int, length: int) -> forking.Distribution:
-    """The joint distribution of the first `length` tokens that rounds of drafting and `Verifier.verify` write."""
-    noise = forking.ForkingNoise()
-    return forking.explore(
-        lambda width: _decode_chains(case, rule, noise, num_draft_tokens, length, width), noise, width=_MANY
-    )
-
-
-def _decode_chains(
-    case: Case, rule: ReferenceRule, noise: NoiseSource, k: int, length: int, width: int
-) -> list[forking.Outcome]:
-    texts = [WrittenText.begin(i, rule.value) for i in range(width)]
+def _written(case: Case, rule: RuleName, noise: NoiseSource, draw: Draw, length: int, width: int) -> list[forking.Outcome]:
+    """The first `length` tokens of texts that are written side by side, in rounds of a draft and its verification."""
+    texts = [WrittenText.begin(i, rule) for i in range(width)]
     verifier = Verifier(noise)
     while running := [text for text in texts if len(text.output) < length]:
-        drafts = _draft(case, running, noise, k, length)
-        rows: list[reference.Probs] = []
-        candidates = []
-        for text, draft in zip(running, drafts, strict=True):
+        candidates, rows = [], list[Probs]()
+        for text in running:
+            context = text.output
+            draft = draw(case, text, DraftNoise(noise), length - len(context) - 1)
             first = len(rows)
-            rows += [case.target(text.output + draft.token_ids[:i]) for i in range(len(draft) + 1)]
+            rows += [case.target(context + path) for path in ((), *draft.paths)]
             candidates.append(text.candidate(draft, (first, len(rows))))
         verdicts = verifier.verify(candidates, tensor(rows).log())
-        for text, draft, verdict in zip(running, drafts, verdicts, strict=True):
-            text.commit(draft, verdict)
+        for text, candidate, verdict in zip(running, candidates, verdicts, strict=True):
+            text.commit(candidate.draft, verdict)
     return [text.output[:length] for text in texts]
-
-
-def _draft(case: Case, texts: list[WrittenText], noise: NoiseSource, k: int, length: int) -> list[Draft]:
-    """Drafts of up to `k` tokens. They leave room in each text for the token that the target adds."""
-    source, requests = DraftNoise(noise), [text.request for text in texts]
-    budgets = [min(k, length - len(text.output) - 1) for text in texts]
-    tokens: list[list[int]] = [[] for _ in texts]
-    probs: list[list[reference.Probs]] = [[] for _ in texts]
-    for offset in range(k):
-        members = [i for i, budget in enumerate(budgets) if offset < budget]
-        if not members:
-            break
-        rows = [case.draft((*texts[i].output, *tokens[i])) for i in members]
-        drawn = source.categorical(tensor(rows), [requests[i] for i in members], [tuple(tokens[i]) for i in members])
-        for i, row, token in zip(members, rows, drawn, strict=True):
-            tokens[i].append(token)
-            probs[i].append(row)
-    return [
-        Draft.chain(t, source.law(request), tensor(q)) if t else EMPTY
-        for request, t, q in zip(requests, tokens, probs, strict=True)
-    ]
 
 
 def tensor(values: object) -> Tensor:
@@ -213,51 +204,6 @@ def tensor(values: object) -> Tensor:
 
 def _floats(values: object) -> object:
     return [_floats(v) for v in values] if isinstance(values, list | tuple) else float(values)  # type: ignore[arg-type]
-
-
-# --- Proves the production Verifier on trees, over consecutive rounds, on synthetic probabilities.
-
-
-#: The rule that a request asks for so that the Verifier applies the tree rule.
-RULE_NAMES: dict[TreeRule, RuleName] = {TreeRule.RECURSIVE: "token", TreeRule.TRAVERSAL: "block", TreeRule.MERGED: "auto"}
-
-
-def prove_tree_verifier(rule: TreeRule, widths: tuple[int, ...], count: int, length: int) -> Finding:
-    """Total variation between what rounds of `Verifier.verify` on trees write and the exact distribution of the target."""
-    worst, paths = 0.0, 0
-    for case in reference.cases(count, seed=5):
-        found = tree_verifier_distribution(case, rule, widths, length)
-        exact = {c: float(w) for c, w in reference.plain_distribution(case, length).items()}
-        worst = max(worst, forking.total_variation(found.probs, exact) + found.dropped)
-        paths += found.num_paths
-    return Finding(worst, 1e-12, f"{count} cases, trees of {widths}, joint of {length} tokens, {paths} paths")
-
-
-def tree_verifier_distribution(case: Case, rule: TreeRule, widths: tuple[int, ...], length: int) -> forking.Distribution:
-    """The joint distribution of the first `length` tokens."""
-    noise = forking.ForkingNoise()
-    return forking.explore(lambda width: _decode_trees(case, rule, noise, widths, length, width), noise, width=_MANY)
-
-
-def _decode_trees(
-    case: Case, rule: TreeRule, noise: NoiseSource, widths: tuple[int, ...], length: int, width: int
-) -> list[forking.Outcome]:
-    texts = [WrittenText.begin(i, RULE_NAMES[rule]) for i in range(width)]
-    verifier = Verifier(noise)
-    while running := [text for text in texts if len(text.output) < length]:
-        candidates, rows = [], list[Probs]()
-        for text in running:
-            context = text.output
-            draft = draw_tree(case.draft, text, DraftNoise(noise), widths[: length - len(context) - 1])
-            if rule is TreeRule.MERGED:
-                draft = _with_guess(draft, context)
-            first = len(rows)
-            rows += [case.target(context + path) for path in ((), *draft.paths)]
-            candidates.append(text.candidate(draft, (first, len(rows))))
-        verdicts = verifier.verify(candidates, tensor(rows).log())
-        for text, candidate, verdict in zip(running, candidates, verdicts, strict=True):
-            text.commit(candidate.draft, verdict)
-    return [text.output[:length] for text in texts]
 
 
 def draw_tree(law: Callable[[Context], Probs], text: WrittenText, source: DraftNoise, widths: tuple[int, ...]) -> Draft:

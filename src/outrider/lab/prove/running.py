@@ -18,8 +18,6 @@ import torch
 if TYPE_CHECKING:
     from rich.table import Table
 
-# --- Results of proofs, as values and as tables.
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -135,7 +133,7 @@ Proof = tuple[str, Callable[[], Finding]]
 def run_proofs(proofs: Iterable[Proof], on_check: Callable[[Check], None] | None = None) -> Report:
     """Run the proofs on one thread. `on_check` is called after each of them."""
     checks = []
-    with one_thread():
+    with threads(1):
         for proof in proofs:
             checks.append(_check(proof))
             if on_check is not None:
@@ -183,10 +181,12 @@ def _check(proof: Proof) -> Check:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread within the block, which is faster for tiny tensors."""
+def threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with this number of threads within the block; None leaves it as it is. One is faster for tiny
+    tensors."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if count is not None:
+        torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -50,10 +50,8 @@ def prove_sampled(rule: str, num_samples: int) -> Finding:
 
 
 def sample_p_value(rule: str, num_samples: int, bits: Bits = production_bits) -> float:
-    """The p-value of the first three tokens of many requests under the joint distribution of the target.
-
-    The tokens are drafted and verified.
-    """
+    """The p-value of the first three tokens of many requests under the joint distribution of the target. The tokens are
+    drafted and verified."""
     generator = torch.Generator().manual_seed(1)
     target = torch.rand(VOCAB, VOCAB, VOCAB, VOCAB, generator=generator, dtype=torch.float64) + 0.05
     draft = torch.rand(VOCAB, VOCAB, VOCAB, VOCAB, generator=generator, dtype=torch.float64) + 0.05
@@ -180,7 +178,11 @@ class TeacherForced:
             probs = process(self.logits(prompt + written, source), params, prompt, written, stops, allowed)
             for token, p in enumerate(probs):
                 text = (*written, token)
-                ends = len(text) >= params.max_tokens or token in stops or _has_stop_string(text, params)
+                ends = (
+                    len(text) >= params.max_tokens
+                    or token in stops
+                    or any(stop in "".join(PIECES[t] for t in text) for stop in params.stop or ())
+                )
                 if p > 0.0:
                     (one if ends else alive)[text] = weight * p
         joint: dict[Outcome, float] = {}
@@ -209,14 +211,8 @@ def process(
     stops: set[int],
     allowed: set[int] | None = None,
 ) -> list[float]:
-    """The probabilities of one row after all sampling parameters.
-
-    Args:
-        logits: The logits of the model [vocab_size].
-        prompt: Tokens of the prompt.
-        written: The output tokens so far.
-        allowed: The tokens that the structure admits next. None where no structure is asked for.
-    """
+    """The probabilities of one row of logits [vocab_size] after all sampling parameters. A structure admits the allowed
+    tokens alone; None where no structure is asked for."""
     scores = _penalised([x + params.logit_bias.get(t, 0.0) for t, x in enumerate(logits)], params, prompt, written)
     for processor in params.logits_processors:
         ids = torch.tensor([[*prompt, *written]])
@@ -264,10 +260,6 @@ def _filtered(alive: dict[int, float], params: SamplingParams, vocab_size: int) 
     odds = {t: x for t, x in odds.items() if x >= params.min_p * max(odds.values())}
     total = sum(odds.values())
     return [odds.get(t, 0.0) / total for t in range(vocab_size)]
-
-
-def _has_stop_string(text: Context, params: SamplingParams) -> bool:
-    return bool(params.stop) and any(stop in "".join(PIECES[t] for t in text) for stop in params.stop)
 
 
 def _may_follow(written: Context, language: Sequence[str]) -> set[int]:

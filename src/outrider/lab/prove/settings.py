@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# --- A request that is proven: its method, its parameters and who drafts in which round.
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -53,6 +51,21 @@ def drafted(rule: str, **more: Any) -> dict[str, Any]:
     return {"method": "draft_model", "model": DRAFT, **length, "rule": rule, **more}
 
 
+def made_of(method: str, *members: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A method that is made of others."""
+    return {"method": method, "methods": members, **more}
+
+
+def behind(first: dict[str, Any], then: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...], ...]:
+    """The turns in which the second method drafts behind the first one in every round."""
+    return ((first, then),)
+
+
+def one(method: dict[str, Any]) -> dict[str, Any]:
+    """The method with drafts of one token."""
+    return method | {"num_draft_tokens": 1}
+
+
 LOOKUP = {"method": "ngram", "num_draft_tokens": 2, "min_match": 1}
 ONE = drafted("auto", num_draft_tokens=1)
 DOUBTED = {"min_confidence": 0.33, "num_draft_tokens": 3}
@@ -61,12 +74,12 @@ TWIN = drafted("auto", num_draft_tokens=1, dtype="float64")
 #: Finds nothing behind most tokens.
 RARE = LOOKUP | {"num_draft_tokens": 1, "min_match": 2}
 #: Longer drafts are expected to bring more at first: the draft model begins in the first, and the lookup in the second.
-GOVERNED = {"method": "auto", "methods": (drafted("auto"), LOOKUP | {"num_draft_tokens": 1})}
-LOOKUP_FIRST = {"method": "auto", "methods": (drafted("auto"), LOOKUP)}
+GOVERNED = made_of("auto", drafted("auto"), one(LOOKUP))
+LOOKUP_FIRST = made_of("auto", drafted("auto"), LOOKUP)
 #: Merges and stages of which the engine may choose one.
-TWO = {"method": "merge", "methods": (ONE, TWIN)}
-WITH_LOOKUP = {"method": "merge", "methods": (ONE, LOOKUP)}
-GOES_ON = {"method": "then", "methods": (RARE, TWIN)}
+TWO = made_of("merge", ONE, TWIN)
+WITH_LOOKUP = made_of("merge", ONE, LOOKUP)
+GOES_ON = made_of("then", RARE, TWIN)
 STAGED_ONE = {"method": "staged", "drafter": LOOKUP, "model": DRAFT, "num_draft_tokens": 2}
 BRANCHING = {"method": "suffix", "num_draft_tokens": 3, "min_match": 1, "branches": True}
 PREDICTED = {"method": "prediction", "num_draft_tokens": 3, "min_match": 1}
@@ -79,7 +92,6 @@ LOOKAHEAD = {"method": "lookahead", "window": 2, "ngram": 3, "guesses": 2, "num_
 
 #: Draws from other probabilities than the draft model.
 OTHER = {"method": "draft_model", "model": TARGET, "num_draft_tokens": 2}
-LAYERED_ONE = {"method": "draft_model", "model": LAYERED, "num_draft_tokens": 1}
 
 
 def staged(drafter: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -90,37 +102,32 @@ def staged(drafter: dict[str, Any], **more: Any) -> dict[str, Any]:
 #: A stage whose drafter is a stage.
 TWO_STAGES = staged({"method": "staged", "model": TARGET, "drafter": LOOKUP, "num_draft_tokens": 2})
 
-EXIT = {"method": "early_exit", "layers": 1, "num_draft_tokens": 2}
-DEEPER = EXIT | {"layers": 2}
-SKIP = {"method": "layer_skip", "skip": (1,), "num_draft_tokens": 2}
-EXIT_ONE, SKIP_ONE = EXIT | {"num_draft_tokens": 1}, SKIP | {"num_draft_tokens": 1}
+
+#: Ways in which most methods are asked: what each changes in the settings, and in the parameters.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "block": ({"rule": "block"}, {}),
+    "token": ({"rule": "token"}, {}),
+    "token rule": ({"rule": "token"}, {}),
+    "walk": ({"rule": "walk"}, {}),
+    "seeded": ({}, {"seed": 5}),
+    "most likely tokens": ({"draft_sampling": "greedy"}, {}),
+    "two samples": ({"num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
+    "temperature and filters": ({}, {"top_k": 2, "top_p": 0.9, "temperature": 1.3}),
+    "penalties": ({}, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
+    "stop tokens": ({}, {"stop_token_ids": (2,)}),
+    "tree": ({"tree": (2, 1)}, {}),
+    "tree, traversal": ({"tree": (2, 1), "rule": "block"}, {}),
+    "tree, recursive rejection": ({"tree": (2, 1), "rule": "token"}, {}),
+    "tree, seeded": ({"tree": (2, 1)}, {"seed": 6}),
+    "best-first tree": ({"tree": "best_first", "num_draft_tokens": 4}, {}),
+    "Sequoia's tree": ({"tree": "sequoia", "num_draft_tokens": 3}, {}),
+}
 
 
-def exit_tree(rule: str) -> dict[str, Any]:
-    """The first layer drafts a tree."""
-    return {"method": "early_exit", "layers": 1, "tree": (2, 1), "rule": rule}
-
-
-def skip_tree(rule: str) -> dict[str, Any]:
-    """All layers but the second draft a tree."""
-    return {"method": "layer_skip", "skip": (1,), "tree": (2, 1), "rule": rule}
-
-
-MEDUSA = {"method": "medusa", "model": HEADS, "num_draft_tokens": 2}
-BLOCKWISE = {"method": "blockwise", "model": HEADS, "num_draft_tokens": 2}
-EXIT_HEAD = {"method": "exit", "model": HEADS, "num_draft_tokens": 2}
-MEDUSA_ONE = MEDUSA | {"num_draft_tokens": 1}
-EAGLE3 = {"method": "eagle3", "model": HEADS, "num_draft_tokens": 2}
-EAGLE3_ONE = EAGLE3 | {"num_draft_tokens": 1}
-EAGLE1 = {"method": "eagle1", "model": HEADS, "num_draft_tokens": 2}
-MTP = {"method": "mtp", "model": HEADS, "num_draft_tokens": 2}
-MTP_ONE = MTP | {"num_draft_tokens": 1}
-DFLASH = {"method": "dflash", "model": HEADS, "num_draft_tokens": 2}
-DFLASH_ONE = DFLASH | {"num_draft_tokens": 1}
-DSPARK = {"method": "dspark", "model": HEADS, "num_draft_tokens": 2}
-PEAGLE = {"method": "peagle", "model": HEADS, "num_draft_tokens": 2}
-PEAGLE_ONE = PEAGLE | {"num_draft_tokens": 1}
-CROSSED = {"method": "cross_vocabulary", "model": OTHER_DRAFT, "num_draft_tokens": 2}
+def in_ways(name: str, method: dict[str, Any], ways: str, **params: Any) -> tuple[Setting, ...]:
+    """The method in some of `WAYS`, which a bar keeps apart; the parameters hold for those of all."""
+    chosen = {way: WAYS[way] for way in ways.split(" | ")}
+    return tuple(Setting(f"{name}, {way}", method | own, params | asked) for way, (own, asked) in chosen.items())
 
 
 # --- Proven requests of every method that needs no layer of the target, under every rule and shape, with injected faults.
@@ -128,7 +135,7 @@ CROSSED = {"method": "cross_vocabulary", "model": OTHER_DRAFT, "num_draft_tokens
 
 #: The same draft model behind a lookup that rarely finds something, and by itself; both stop behind a doubted token.
 _DOUBTING = drafted("auto", min_confidence=0.33)
-_AT_FIRST = {"method": "then", "methods": (RARE, _DOUBTING | {"num_draft_tokens": 1})}
+_AT_FIRST = made_of("then", RARE, _DOUBTING | {"num_draft_tokens": 1})
 #: Whether a fault happens depends on the committed length alone, and never on what was drawn.
 FAULTS = ("raises", "nan row", "truncated", "token outside", "too long")
 
@@ -156,8 +163,8 @@ _STAGES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("temperature and top_p", staged(OTHER), {"temperature": 1.5, "top_p": 0.9}),
     ("behind a token of low confidence", staged(OTHER, min_confidence=0.33), {}),
     ("a drafter that keeps what the target held likely", staged(RECYCLED), {}),
-    ("in a merge", {"method": "merge", "methods": (staged(OTHER, num_draft_tokens=2), LOOKUP)}, {}),
-    ("behind a lookup", {"method": "then", "methods": (RARE, staged(OTHER, num_draft_tokens=2))}, {}),
+    ("in a merge", made_of("merge", staged(OTHER, num_draft_tokens=2), LOOKUP), {}),
+    ("behind a lookup", made_of("then", RARE, staged(OTHER, num_draft_tokens=2)), {}),
     *(
         (f"the drafter's fault: {fault}", staged(OTHER | {"method": "_prove_faulty", "fault": fault}), {})
         for fault in ("raises", "nan row", "truncated", "token outside")
@@ -221,47 +228,43 @@ SETTINGS = (
             ("seeded", (ONE, LOOKUP, TWIN), {}, {"seed": 5}),
             ("two samples", (ONE, TWIN), {}, {"n": 2, "max_tokens": 2}),
             ("penalties", (ONE, TWIN), {}, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
-            ("one goes on inside", ({"method": "then", "methods": (RARE, ONE)}, TWIN), {}, {}),
+            ("one goes on inside", (made_of("then", RARE, ONE), TWIN), {}, {}),
         )
     ),
-    Setting("then, a lookup and a drawn draft", {"method": "then", "methods": (RARE, ONE)}),
-    Setting("then, a drawn draft and a lookup", {"method": "then", "methods": (drafted("auto"), RARE)}),
-    Setting("then, behind a merge", {"method": "then", "methods": ({"method": "merge", "methods": (ONE, TWIN)}, RARE)}),
+    Setting("then, a lookup and a drawn draft", made_of("then", RARE, ONE)),
+    Setting("then, a drawn draft and a lookup", made_of("then", drafted("auto"), RARE)),
+    Setting("then, behind a merge", made_of("then", made_of("merge", ONE, TWIN), RARE)),
     *(Setting(f"staged, {name}", asked, params) for name, asked, params in _STAGES),
     Setting("a text that the caller predicts", PREDICTED, prediction=(1, 0, 1, 2)),
     Setting("the same, seeded", PREDICTED, {"seed": 3}, prediction=(0, 1, 0, 1)),
     Setting("the engine chooses", GOVERNED, {"max_tokens": 5}),
     Setting("the engine chooses, a lookup first", LOOKUP_FIRST, {"max_tokens": 5}),
-    Setting("the engine chooses, token rule", {"method": "auto", "methods": (drafted("token"),)}),
-    Setting("the engine chooses, trees", {"method": "auto", "methods": (drafted("block", tree=(2, 1)), LOOKUP)}),
-    Setting("the engine chooses, a lookup of other texts", {"method": "auto", "methods": (SHARED, drafted("block"))}),
+    Setting("the engine chooses, token rule", made_of("auto", drafted("token"))),
+    Setting("the engine chooses, trees", made_of("auto", drafted("block", tree=(2, 1)), LOOKUP)),
+    Setting("the engine chooses, a lookup of other texts", made_of("auto", SHARED, drafted("block"))),
     Setting("the engine chooses, seeded", GOVERNED, {"seed": 5}),
     Setting("the engine chooses, two samples", GOVERNED, {"n": 2, "max_tokens": 3}),
-    *(
-        Setting(f"the engine chooses, {name}", {"method": "auto", "methods": choices}, params)
-        for name, choices, params in (
-            ("a merge of two drawn members", (TWO,), {"max_tokens": 4}),
-            ("a merge under the token rule", ({**TWO, "rule": "token"},), {"max_tokens": 4}),
-            ("a merge or its lookup", (WITH_LOOKUP, LOOKUP | {"num_draft_tokens": 1}), {"max_tokens": 4}),
-            ("a merge or its model, seeded", ({"method": "merge", "methods": (ONE, LOOKUP, TWIN)}, ONE), {"seed": 5}),
-            ("a coupled merge beside the token rule", (WITH_LOOKUP | {"rule": "coupled"}, drafted("token")), {}),
-            ("then or a draft", ({"method": "then", "methods": (RARE, ONE)}, drafted("block")), {}),
-            ("a nesting or a stage", ({"method": "merge", "methods": (ONE, GOES_ON)}, STAGED_ONE), {}),
-        )
+    Setting("the engine chooses, a merge of two drawn members", made_of("auto", TWO), {"max_tokens": 4}),
+    Setting(
+        "the engine chooses, a merge under the token rule", made_of("auto", TWO | {"rule": "token"}), {"max_tokens": 4}
     ),
+    Setting("the engine chooses, a merge or its lookup", made_of("auto", WITH_LOOKUP, one(LOOKUP)), {"max_tokens": 4}),
+    Setting(
+        "the engine chooses, a merge or its model, seeded",
+        made_of("auto", made_of("merge", ONE, LOOKUP, TWIN), ONE),
+        {"seed": 5},
+    ),
+    Setting(
+        "the engine chooses, a coupled merge beside the token rule",
+        made_of("auto", WITH_LOOKUP | {"rule": "coupled"}, drafted("token")),
+    ),
+    Setting("the engine chooses, then or a draft", made_of("auto", made_of("then", RARE, ONE), drafted("block"))),
+    Setting("the engine chooses, a nesting or a stage", made_of("auto", made_of("merge", ONE, GOES_ON), STAGED_ONE)),
     Setting("two methods in turns", turns=((drafted("block"),), (LOOKUP,), (drafted("token", tree=(2,)),))),
-    Setting("a lookup, then the draft model behind it", turns=((LOOKUP | {"num_draft_tokens": 1}, drafted("block")),)),
-    Setting(
-        "the draft model, then a lookup behind it",
-        turns=((drafted("block", num_draft_tokens=1), LOOKUP | {"num_draft_tokens": 1}),),
-    ),
-    Setting(
-        "two drawn tokens, then a lookup that sometimes finds nothing behind them",
-        turns=((drafted("block"), LOOKUP | {"num_draft_tokens": 1, "min_match": 2}),),
-    ),
-    Setting(
-        "two drawn drafts, one behind the other", turns=((ONE, drafted("block", dtype="float64", num_draft_tokens=1)),)
-    ),
+    Setting("a lookup, then the draft model behind it", turns=((one(LOOKUP), drafted("block")),)),
+    Setting("the draft model, then a lookup behind it", turns=((one(drafted("block")), one(LOOKUP)),)),
+    Setting("two drawn tokens, then a lookup that sometimes finds nothing behind them", turns=((drafted("block"), RARE),)),
+    Setting("two drawn drafts, one behind the other", turns=((ONE, one(drafted("block", dtype="float64"))),)),
     Setting("the same under the token rule", turns=((ONE | {"rule": "token"}, drafted("block", dtype="float64")),)),
     Setting("a drawn tree behind a drawn chain", turns=((ONE, drafted("block", dtype="float64", tree=(2,))),)),
     Setting("coupled drafts, one behind the other", turns=((ONE, drafted("auto", dtype="float64")),), params={"seed": 2}),
@@ -296,15 +299,10 @@ SETTINGS = (
             ("tree", drafted("block", tree=(2, 1)), 2),
             ("recursive", drafted("token", tree=(2, 1)), 1),
             ("best-first tree", drafted("auto", tree="best_first", num_draft_tokens=3), 2),
-            ("merge", {"method": "merge", "methods": (drafted("auto"), TWIN)}, 2),
+            ("merge", made_of("merge", drafted("auto"), TWIN), 2),
             ("the drafter of a stage", staged(OTHER), 1),
         )
     ),
-    *(
-        Setting(f"merge, {name}", {"method": "merge", "methods": members})
-        for name, members in (
-            ("one draft model at two lengths", (_AT_FIRST, _DOUBTING)),
-            ("a chain and a tree of one draft model", (drafted("auto"), drafted("auto", tree=(2,)))),
-        )
-    ),
+    Setting("merge, one draft model at two lengths", made_of("merge", _AT_FIRST, _DOUBTING)),
+    Setting("merge, a chain and a tree of one draft model", made_of("merge", drafted("auto"), drafted("auto", tree=(2,)))),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from outrider.config import ActivationsName
+from outrider.lab.prove import target_settings as more
 from outrider.lab.prove.deep_rounds import DEEP_SETTINGS, prove_deep
 from outrider.lab.prove.engine import EngineProof
 from outrider.lab.prove.own_model import OwnModel
@@ -25,17 +26,7 @@ from outrider.lab.prove.rules import (
 from outrider.lab.prove.running import Check, Finding, Proof, Report, run_in_processes, run_proofs
 from outrider.lab.prove.sampled import prove_sampled
 from outrider.lab.prove.settings import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, QUICK_SETTINGS, SETTINGS, TARGET, Setting
-from outrider.lab.prove.target_settings import (
-    CROSSED_SETTINGS,
-    ENCODER_SETTINGS,
-    HEADS_SETTINGS,
-    PARAMETER_SETTINGS,
-    PARAMETERS,
-    RUNNING_SETTINGS,
-    SHARED_TARGET_LAYERS,
-    SHARED_TARGET_SETTINGS,
-    STRUCTURE_SETTINGS,
-)
+from outrider.lab.prove.target_settings import PARAMETERS, SHARED_TARGET_LAYERS
 from outrider.lab.prove.tiny import (
     CROSSED_PIECES,
     FEATURE_METHODS,
@@ -55,9 +46,6 @@ from outrider.propose.cross_vocabulary import CrossVocabulary
 from outrider.propose.own_layers import EarlyExit, LayerSkip
 from outrider.propose.settings import Method, SpeculationConfig
 
-# --- All proofs in one run: the rules, the engine, the random numbers, identical texts and bits, and a true KV memory.
-
-
 _RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
 #: The tests prove every parameter under every way to draft. A run proves them under these ways, which differ most.
 _PROVED_WAYS = ("block", "tree", "coupled")
@@ -72,11 +60,7 @@ def run_suite(
     quick: bool = False,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
-    """Run the proofs.
-
-    Args:
-        model: The model on which texts and the KV memory are checked. None takes the embedded pair.
-    """
+    """Run the proofs. Texts and the KV memory are checked on a model, or on the embedded pair."""
     OwnModel(model, draft_model, activations=activations)  # refuses before the long proofs that need no model
     plan = partial(proofs, model=model, draft_model=draft_model, activations=activations, quick=quick)
     with TemporaryDirectory() as folder:
@@ -94,11 +78,7 @@ def run_method_suite(
     quick: bool = False,
     on_check: Callable[[Check], None] | None = None,
 ) -> Report:
-    """Run the proofs of one method alone.
-
-    Args:
-        model: The model on which texts are compared. None takes the embedded pair.
-    """
+    """Run the proofs of one method alone. Texts are compared on a model, or on the embedded pair."""
     own = OwnModel(model, draft_model, speculations(asked), activations)
     for config in own.speculations:  # settings that do not fit the model are refused before any proof
         if config.method is not None:
@@ -106,7 +86,7 @@ def run_method_suite(
     method = SpeculationConfig.of(asked).method
     with TemporaryDirectory() as folder:
         crossed = isinstance(method, CrossVocabulary)
-        tiny = _TinyPair(Path(folder) / "tiny", num_layers=_layers_for(method), crossed=crossed)
+        tiny = _Pair(Path(folder) / "tiny", num_layers=_layers_for(method), crossed=crossed)
         return replace(run_proofs(method_proofs(asked, tiny.prove, own, quick=quick), on_check), unasked=UNASKED)
 
 
@@ -120,7 +100,7 @@ def _layers_for(method: Method | None) -> int:
 def num_method_checks(asked: Mapping[str, Any], *, quick: bool = False) -> int:
     """Returns how many checks `run_method_suite` makes, for progress bars."""
     own = OwnModel(None, None, speculations(asked))
-    return len(list(method_proofs(asked, _TinyPair(Path()).prove, own, quick=quick)))
+    return len(list(method_proofs(asked, _Pair(Path()).prove, own, quick=quick)))
 
 
 def num_checks(*, quick: bool = False) -> int:
@@ -129,12 +109,7 @@ def num_checks(*, quick: bool = False) -> int:
 
 
 def proofs(
-    folder: Path,
-    model: str | None,
-    draft_model: str | None,
-    *,
-    activations: ActivationsName | None = None,
-    quick: bool,
+    folder: Path, model: str | None, draft_model: str | None, *, activations: ActivationsName | None = None, quick: bool
 ) -> Iterator[Proof]:
     """All claims, each with the function that proves it."""
     yield from _rule_proofs(12 if quick else 56)
@@ -142,28 +117,11 @@ def proofs(
         yield f"random numbers, {rule}", partial(prove_sampled, rule, 100_000 if quick else 1_000_000)
     for deep_setting in DEEP_SETTINGS[:2] if quick else DEEP_SETTINGS:
         yield f"deep round: {deep_setting.name}", partial(prove_deep, deep_setting)
-    tiny, speaking = _TinyPair(folder / "tiny"), _TinyPair(folder / "speaking", speaks=True)
-    crossed = _TinyPair(folder / "crossed", crossed=True)
-    for setting in QUICK_SETTINGS if quick else SETTINGS:
-        long = not quick and setting in QUICK_SETTINGS  # two rounds and more
-        yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 4 if long else 3)
-    if not quick:
-        for setting in PARAMETER_SETTINGS:
-            if setting.name.endswith(_PROVED_WAYS):
-                yield f"joint distribution: {setting.name}", partial(tiny.prove, setting, 3)
-        for setting in STRUCTURE_SETTINGS:
-            yield f"joint distribution: {setting.name}", partial(speaking.prove, setting, 5)
-        deep = _TinyPair(folder / "deep", num_layers=SHARED_TARGET_LAYERS)
-        for setting in SHARED_TARGET_SETTINGS:
-            yield f"joint distribution: {setting.name}", partial(deep.prove, setting, 3)
-        for setting in HEADS_SETTINGS:
-            yield f"joint distribution: {setting.name}", partial(deep.prove, setting, 3)
-        for setting in CROSSED_SETTINGS:
-            yield f"joint distribution: {setting.name}", partial(crossed.prove, setting, 3)
-        hybrid, encoder = _SavedPair(folder / "hybrid", save_tiny_hybrid), _SavedPair(folder / "encoder", save_tiny_t5)
-        for pair, settings in ((hybrid, RUNNING_SETTINGS), (encoder, ENCODER_SETTINGS)):
-            for setting in settings:
-                yield f"joint distribution: {setting.name}", partial(pair.prove, setting, 3)
+    for pair, settings in _proved_on(folder, quick=quick):
+        for setting in settings:
+            long = not quick and setting in QUICK_SETTINGS  # two rounds and more
+            length = 5 if setting in more.STRUCTURE_SETTINGS else 4 if long else 3
+            yield f"joint distribution: {setting.name}", partial(pair.prove, setting, length)
     own, length = OwnModel(model, draft_model, activations=activations), 24 if quick else 48
     yield "greedy text is identical", partial(_on_own, own, length, seed=None)
     yield "seeded text is identical", partial(_on_own, own, length, seed=11)
@@ -191,6 +149,21 @@ def _rule_proofs(count: int) -> Iterator[Proof]:
         )
 
 
+def _proved_on(folder: Path, *, quick: bool) -> Sequence[tuple[_Pair, Sequence[Setting]]]:
+    """The pairs of models, each with the requests that are proven on it."""
+    tiny, deep = _Pair(folder / "tiny"), _Pair(folder / "deep", num_layers=SHARED_TARGET_LAYERS)
+    if quick:
+        return ((tiny, QUICK_SETTINGS),)
+    return (
+        (tiny, (*SETTINGS, *(each for each in more.PARAMETER_SETTINGS if each.name.endswith(_PROVED_WAYS)))),
+        (_Pair(folder / "speaking", speaks=True), more.STRUCTURE_SETTINGS),
+        (deep, (*more.SHARED_TARGET_SETTINGS, *more.HEADS_SETTINGS)),
+        (_Pair(folder / "crossed", crossed=True), more.CROSSED_SETTINGS),
+        (_Pair(folder / "hybrid", save=save_tiny_hybrid), more.RUNNING_SETTINGS),
+        (_Pair(folder / "encoder", save=save_tiny_t5), more.ENCODER_SETTINGS),
+    )
+
+
 def _on_own(own: OwnModel, length: int, *, seed: int | None) -> Finding:
     greedy = SamplingParams(temperature=0, max_tokens=length)
     return own.text_is_identical(greedy if seed is None else SamplingParams(seed=seed, max_tokens=length))
@@ -199,43 +172,39 @@ def _on_own(own: OwnModel, length: int, *, seed: int | None) -> Finding:
 _SEEDS = {"target": 1, "draft": 2}
 
 
-class _TinyPair:
-    """Two random models over three tokens, made when they are first used."""
+class _Pair:
+    """Two random models over three tokens, made when they are first used: Llamas with heads, unless `save` writes another
+    kind."""
 
-    def __init__(self, folder: Path, *, speaks: bool = False, num_layers: int = 1, crossed: bool = False) -> None:
-        self._folder, self._speaks, self._crossed = folder, speaks or crossed, crossed
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        speaks: bool = False,
+        num_layers: int = 1,
+        crossed: bool = False,
+        save: Callable[[Path, int], str] | None = None,
+    ) -> None:
+        self._folder, self._speaks, self._crossed, self._save = folder, speaks or crossed, crossed, save
         self._layers = {"target": num_layers, "draft": 1}
-        self._proof: EngineProof | None = None
-
-    def prove(self, setting: Setting, length: int, *, faultless: bool = False) -> Finding:
-        if self._proof is None:
-            pieces = CROSSED_PIECES if self._crossed else dict.fromkeys(_SEEDS, PIECES)
-            pair = [
-                save_tiny_llama(
-                    self._folder / part, seed, speaks=self._speaks, pieces=pieces[part], num_layers=self._layers[part]
-                )
-                for part, seed in _SEEDS.items()
-            ]
-            heads: dict[str, Any] = {"heads": save_tiny_heads(self._folder, pair[0])}
-            if self._layers["target"] > 1:
-                heads |= save_layered(self._folder / "layered", self._layers["target"])
-            self._proof = EngineProof(*pair, speaks=self._speaks, crossed=self._crossed, **heads)
-        return self._proof.prove(setting, length, faultless=faultless)
-
-
-class _SavedPair:
-    """Two random models over three tokens of another kind than a Llama, made when they are first used."""
-
-    def __init__(self, folder: Path, save: Callable[[Path, int], str]) -> None:
-        self._folder = folder
-        self._save = save
 
     @cached_property
     def _proof(self) -> EngineProof:
-        return EngineProof(*(self._save(self._folder / part, seed) for part, seed in _SEEDS.items()))
+        pair = [(self._save or self._llama)(self._folder / part, seed) for part, seed in _SEEDS.items()]
+        if self._save is not None:
+            return EngineProof(*pair)
+        heads: dict[str, Any] = {"heads": save_tiny_heads(self._folder, pair[0])}
+        if self._layers["target"] > 1:
+            heads |= save_layered(self._folder / "layered", self._layers["target"])
+        return EngineProof(*pair, speaks=self._speaks, crossed=self._crossed, **heads)
 
-    def prove(self, setting: Setting, length: int) -> Finding:
-        return self._proof.prove(setting, length)
+    def _llama(self, folder: Path, seed: int) -> str:
+        part = folder.name
+        pieces = CROSSED_PIECES[part] if self._crossed else PIECES
+        return save_tiny_llama(folder, seed, speaks=self._speaks, pieces=pieces, num_layers=self._layers[part])
+
+    def prove(self, setting: Setting, length: int, *, faultless: bool = False) -> Finding:
+        return self._proof.prove(setting, length, faultless=faultless)
 
 
 # --- The proofs of one method: the joint distribution of the engine's text, identical texts, and a KV memory that is true.
@@ -252,11 +221,7 @@ _STAGES: tuple[dict[str, Any], ...] = (
     {"model": DRAFT, "dtype": "float64", "revision": "main"},
 )
 #: Parameters of a request that a proposer is shown and that change what it draws from, alone and all together.
-_REACHING: dict[str, dict[str, Any]] = {
-    "top_k": {"top_k": 2},
-    "min_p": {"min_p": 0.6},
-    **PARAMETERS,
-}
+_REACHING: dict[str, dict[str, Any]] = {"top_k": {"top_k": 2}, "min_p": {"min_p": 0.6}, **PARAMETERS}
 #: A confidence that some tokens of the proof's draft model have and others have not.
 _DOUBT = 0.33
 #: What can be asked for and no proof of a method asks.
@@ -353,12 +318,8 @@ def _model_of_stage(drafter: Any, stage: int) -> dict[str, Any]:
 def method_proofs(
     asked: Mapping[str, Any], prove: Callable[..., Finding], own: OwnModel, *, quick: bool
 ) -> Iterator[Proof]:
-    """The claims about one method, each with the function that proves it.
-
-    Args:
-        prove: Proves the engine's joint distribution under a setting, for a number of tokens, and that the method has no
-            fault where that is asked.
-    """
+    """The claims about one method, each with the function that proves it. `prove` takes a setting and a number of tokens,
+    and proves the engine's joint distribution, and that the method has no fault where that is asked."""
     settings = method_settings(asked)
     tokens = 4 if asked["method"] in HEAD_METHODS else 3
     for setting in settings[:4] if quick else settings:

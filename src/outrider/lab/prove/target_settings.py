@@ -7,193 +7,120 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.lab.prove.settings import (
-    BLOCKWISE,
-    CROSSED,
-    DEEPER,
-    DFLASH,
-    DFLASH_ONE,
-    DSPARK,
-    EAGLE1,
-    EAGLE3,
-    EAGLE3_ONE,
-    EXIT,
-    EXIT_HEAD,
-    EXIT_ONE,
-    LAYERED,
-    LAYERED_HEADS,
-    LAYERED_ONE,
-    LOOKUP,
-    MEDUSA,
-    MEDUSA_ONE,
-    MTP,
-    MTP_ONE,
-    ONE,
-    OTHER,
-    PEAGLE,
-    PEAGLE_ONE,
-    SKIP,
-    SKIP_ONE,
-    Setting,
-    drafted,
-    exit_tree,
-    skip_tree,
-    staged,
-)
+from outrider.lab.prove import settings
+from outrider.lab.prove.settings import LOOKUP, ONE, OTHER, Setting, behind, drafted, in_ways, made_of, one, staged
 from outrider.params import StructuredOutputs
 
-# --- Proven requests whose drafts come from heads on the target's hidden states.
+# --- Methods that draft with layers of the target, with heads on its hidden states, or in another vocabulary.
 
+
+EXIT: dict[str, Any] = {"method": "early_exit", "layers": 1, "num_draft_tokens": 2}
+SKIP: dict[str, Any] = {"method": "layer_skip", "skip": (1,), "num_draft_tokens": 2}
+EXIT_TREE: dict[str, Any] = {"method": "early_exit", "layers": 1, "tree": (2, 1)}
+SKIP_TREE: dict[str, Any] = {"method": "layer_skip", "skip": (1,), "tree": (2, 1)}
+_HEADS = ("medusa", "blockwise", "exit", "eagle1", "eagle3", "mtp", "dflash", "dspark", "peagle")
+MEDUSA, BLOCKWISE, EXIT_HEAD, EAGLE1, EAGLE3, MTP, DFLASH, DSPARK, PEAGLE = (
+    {"method": name, "model": settings.HEADS, "num_draft_tokens": 2} for name in _HEADS
+)
+CROSSED = {"method": "cross_vocabulary", "model": settings.OTHER_DRAFT, "num_draft_tokens": 2}
+_LAYERED_ONE = {"method": "draft_model", "model": settings.LAYERED, "num_draft_tokens": 1}
 
 #: The row that heads read was computed for an earlier text here, so a text begins with a token that is decoded plainly.
 _FOUR, _PAIR = {"max_tokens": 4}, {"n": 2, "max_tokens": 3, "top_k": 2}
 _OF_TWO, _PAIR_OF_TWO = {"top_k": 2}, {"n": 2, "max_tokens": 2, "top_k": 2}
+#: Texts in which a pass goes on behind a draft of which a part stood.
+_LONGER = {"max_tokens": 4, "top_k": 2}
 
 
 def _staged(drafter: dict[str, Any]) -> dict[str, Any]:
     """A stage whose draft model is unlike the target, with heads or layers of that draft model."""
-    own = {"model": LAYERED_HEADS} if "model" in drafter else {}
-    return staged({**drafter, **own}, model=LAYERED)
+    own = {"model": settings.LAYERED_HEADS} if "model" in drafter else {}
+    return staged({**drafter, **own}, model=settings.LAYERED)
 
+
+# --- Proven requests whose drafts come from heads on the target's hidden states.
+
+
+_STAGED: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("Medusa's heads of the draft model", MEDUSA, _FOUR),
+    ("a tree of the draft model's heads, seeded", BLOCKWISE | {"tree": (2, 1)}, {"seed": 6, **_FOUR}),
+    ("the first layer of the draft model", EXIT, {}),
+    ("the draft model's head for an exit", EXIT_HEAD | {"rule": "token"}, {}),
+    ("EAGLE-3 of the draft model", EAGLE3, {}),
+    ("a tree of EAGLE of the draft model", EAGLE1 | {"tree": (2, 1)}, {}),
+    ("layers of the draft model's checkpoint", MTP, {}),
+    ("a block of the draft model's head, seeded", DFLASH, {"seed": 6}),
+    ("P-EAGLE of the draft model", PEAGLE, {}),
+)
 
 #: Methods that draft with heads on the target's hidden states. They need the pair with several layers.
 HEADS_SETTINGS = (
-    Setting("Medusa, block", MEDUSA | {"rule": "block"}, _FOUR),
-    Setting("Medusa, token", MEDUSA | {"rule": "token"}, _FOUR),
-    Setting("Medusa, walk", MEDUSA | {"rule": "walk"}, _FOUR),
-    Setting("Medusa, seeded", MEDUSA, {"seed": 5, **_FOUR}),
-    Setting("Medusa, most likely tokens", MEDUSA | {"draft_sampling": "greedy"}, _FOUR),
-    Setting("Medusa, two samples", MEDUSA_ONE, _PAIR),
-    Setting("Medusa, temperature and filters", MEDUSA, {"top_k": 2, "top_p": 0.9, "temperature": 1.3, **_FOUR}),
-    Setting("Medusa, penalties", MEDUSA, {"frequency_penalty": -0.6, "repetition_penalty": 1.7, **_FOUR}),
-    Setting("Medusa, stop tokens", MEDUSA, {"stop_token_ids": (2,), **_FOUR}),
+    *in_ways("Medusa", MEDUSA, "block | token | walk | seeded | most likely tokens", **_FOUR),
+    Setting("Medusa, two samples", one(MEDUSA), _PAIR),
+    *in_ways("Medusa", MEDUSA, "temperature and filters | penalties | stop tokens", **_FOUR),
     Setting("Medusa, low confidence", MEDUSA | {"min_confidence": 0.4}, _FOUR),
-    Setting("Medusa, tree, traversal", MEDUSA | {"tree": (2, 1), "rule": "block"}, _FOUR),
-    Setting("Medusa, tree, recursive rejection", MEDUSA | {"tree": (2, 1), "rule": "token"}, _FOUR),
-    Setting("Medusa, tree, seeded", MEDUSA | {"tree": (2, 1)}, {"seed": 6, **_FOUR}),
-    Setting("Medusa, best-first tree", MEDUSA | {"tree": "best_first", "num_draft_tokens": 4}, _FOUR),
-    Setting("Medusa, Sequoia's tree", MEDUSA | {"tree": "sequoia", "num_draft_tokens": 3}, _FOUR),
+    *in_ways("Medusa", MEDUSA, "tree, traversal | tree, recursive rejection | tree, seeded", **_FOUR),
+    *in_ways("Medusa", MEDUSA, "best-first tree | Sequoia's tree", **_FOUR),
     Setting("Medusa in turns with others", turns=((MEDUSA,), (), (LOOKUP,), (drafted("block"),)), params=_FOUR),
-    Setting("Medusa behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, MEDUSA),), params=_FOUR),
-    Setting("Medusa behind the draft model", turns=((ONE, MEDUSA_ONE),), params=_FOUR),
-    Setting("the draft model behind Medusa", turns=((MEDUSA_ONE, ONE),), params=_FOUR),
-    Setting("Medusa behind early exit", turns=((EXIT_ONE, MEDUSA_ONE),), params=_FOUR),
-    Setting("blockwise, block", BLOCKWISE | {"rule": "block"}, _FOUR),
-    Setting("blockwise, token", BLOCKWISE | {"rule": "token"}, _FOUR),
+    Setting("Medusa behind a lookup", turns=behind(one(LOOKUP), MEDUSA), params=_FOUR),
+    Setting("Medusa behind the draft model", turns=behind(ONE, one(MEDUSA)), params=_FOUR),
+    Setting("the draft model behind Medusa", turns=behind(one(MEDUSA), ONE), params=_FOUR),
+    Setting("Medusa behind early exit", turns=behind(one(EXIT), one(MEDUSA)), params=_FOUR),
+    *in_ways("blockwise", BLOCKWISE, "block | token", **_FOUR),
     Setting("blockwise, seeded", BLOCKWISE, {"seed": 7, **_FOUR}),
-    Setting("blockwise, two samples", BLOCKWISE | {"num_draft_tokens": 1}, _PAIR),
-    Setting("blockwise, tree", BLOCKWISE | {"tree": (2, 1)}, _FOUR),
-    Setting("exit, block", EXIT_HEAD | {"rule": "block"}),
-    Setting("exit, token", EXIT_HEAD | {"rule": "token"}),
-    Setting("exit, seeded", EXIT_HEAD, {"seed": 5}),
-    Setting("exit, two samples", EXIT_HEAD | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
-    Setting("exit, tree, traversal", EXIT_HEAD | {"tree": (2, 1), "rule": "block"}),
-    Setting("exit, tree, recursive rejection", EXIT_HEAD | {"tree": (2, 1), "rule": "token"}),
-    Setting("exit behind Medusa", turns=((MEDUSA_ONE, EXIT_HEAD | {"num_draft_tokens": 1}),), params=_FOUR),
+    Setting("blockwise, two samples", one(BLOCKWISE), _PAIR),
+    *in_ways("blockwise", BLOCKWISE, "tree", **_FOUR),
+    *in_ways("exit", EXIT_HEAD, "block | token | seeded | two samples | tree, traversal | tree, recursive rejection"),
+    Setting("exit behind Medusa", turns=behind(one(MEDUSA), one(EXIT_HEAD)), params=_FOUR),
     Setting("exit in turns with early exit", turns=((EXIT_HEAD,), (EXIT,)), params=_FOUR),
-    Setting("EAGLE-3, block", EAGLE3 | {"rule": "block"}),
-    Setting("EAGLE-3, token", EAGLE3 | {"rule": "token"}),
-    Setting("EAGLE-3, walk", EAGLE3 | {"rule": "walk"}),
-    Setting("EAGLE-3, seeded", EAGLE3, {"seed": 5}),
-    Setting("EAGLE-3, most likely tokens", EAGLE3 | {"draft_sampling": "greedy"}),
-    Setting("EAGLE-3, two samples", EAGLE3_ONE, {"n": 2, "max_tokens": 2}),
-    Setting("EAGLE-3, temperature and filters", EAGLE3, {"top_k": 2, "top_p": 0.9, "temperature": 1.3}),
-    Setting("EAGLE-3, penalties", EAGLE3, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
+    *in_ways("EAGLE-3", EAGLE3, "block | token | walk | seeded | most likely tokens | two samples"),
+    *in_ways("EAGLE-3", EAGLE3, "temperature and filters | penalties"),
     Setting("EAGLE-3, tokens that it never drafts", EAGLE3, {"allowed_token_ids": (1, 2)}),
     Setting("EAGLE-3, low confidence", EAGLE3 | {"min_confidence": 0.5}),
-    Setting("EAGLE-3, tree, traversal", EAGLE3 | {"tree": (2, 1), "rule": "block"}),
-    Setting("EAGLE-3, tree, recursive rejection", EAGLE3 | {"tree": (2, 1), "rule": "token"}),
-    Setting("EAGLE-3, tree, seeded", EAGLE3 | {"tree": (2, 1)}, {"seed": 6}),
-    Setting("EAGLE-3, best-first tree", EAGLE3 | {"tree": "best_first", "num_draft_tokens": 4}),
-    Setting("EAGLE-3, Sequoia's tree", EAGLE3 | {"tree": "sequoia", "num_draft_tokens": 3}),
+    *in_ways("EAGLE-3", EAGLE3, "tree, traversal | tree, recursive rejection | tree, seeded"),
+    *in_ways("EAGLE-3", EAGLE3, "best-first tree | Sequoia's tree"),
     Setting("EAGLE-3 in turns with others", EAGLE3, turns=((EAGLE3,), (), (LOOKUP,), (drafted("block"),)), params=_FOUR),
-    Setting("EAGLE-3 behind a lookup", EAGLE3, turns=((LOOKUP | {"num_draft_tokens": 1}, EAGLE3),)),
-    Setting("EAGLE-3 behind the draft model", EAGLE3_ONE, turns=((ONE, EAGLE3_ONE),)),
-    Setting("the draft model behind EAGLE-3", EAGLE3_ONE, turns=((EAGLE3_ONE, ONE),)),
-    Setting("EAGLE-3 behind Medusa", EAGLE3_ONE, turns=((MEDUSA_ONE, EAGLE3_ONE),), params=_FOUR),
-    Setting("EAGLE-3, then the draft model", {"method": "then", "methods": (EAGLE3_ONE, ONE)}),
-    *(
-        Setting(f"staged, {name}", _staged(drafter), {"top_k": 2, **params})
-        for name, drafter, params in (
-            ("Medusa's heads of the draft model", MEDUSA, _FOUR),
-            ("a tree of the draft model's heads, seeded", BLOCKWISE | {"tree": (2, 1)}, {"seed": 6, **_FOUR}),
-            ("the first layer of the draft model", EXIT, {}),
-            ("the draft model's head for an exit", EXIT_HEAD | {"rule": "token"}, {}),
-            ("EAGLE-3 of the draft model", EAGLE3, {}),
-            ("a tree of EAGLE of the draft model", EAGLE1 | {"tree": (2, 1)}, {}),
-            ("layers of the draft model's checkpoint", MTP, {}),
-            ("a block of the draft model's head, seeded", DFLASH, {"seed": 6}),
-            ("P-EAGLE of the draft model", PEAGLE, {}),
-        )
-    ),
+    Setting("EAGLE-3 behind a lookup", EAGLE3, turns=behind(one(LOOKUP), EAGLE3)),
+    Setting("EAGLE-3 behind the draft model", one(EAGLE3), turns=behind(ONE, one(EAGLE3))),
+    Setting("the draft model behind EAGLE-3", one(EAGLE3), turns=behind(one(EAGLE3), ONE)),
+    Setting("EAGLE-3 behind Medusa", one(EAGLE3), turns=behind(one(MEDUSA), one(EAGLE3)), params=_FOUR),
+    Setting("EAGLE-3, then the draft model", made_of("then", one(EAGLE3), ONE)),
+    *(Setting(f"staged, {name}", _staged(drafter), _OF_TWO | params) for name, drafter, params in _STAGED),
     Setting(
-        "EAGLE-3 of the draft model and that model itself",
-        {"method": "merge", "methods": (_staged(EAGLE3 | {"num_draft_tokens": 1}), LAYERED_ONE)},
-        {"top_k": 2},
+        "EAGLE-3 of the draft model and that model itself", made_of("merge", _staged(one(EAGLE3)), _LAYERED_ONE), _OF_TWO
     ),
-    *(
-        Setting(f"merge of {name}, {rule}", {"method": "merge", "methods": members, "rule": rule})
-        for name, members in (
-            ("EAGLE-3 and the draft model", (EAGLE3_ONE, ONE)),
-            ("a tree of EAGLE-3 and EAGLE", (EAGLE3_ONE | {"tree": (2,)}, EAGLE1 | {"num_draft_tokens": 1})),
-        )
-        for rule in ("block", "token")
+    *in_ways("merge of EAGLE-3 and the draft model", made_of("merge", one(EAGLE3), ONE), "block | token"),
+    *in_ways(
+        "merge of a tree of EAGLE-3 and EAGLE", made_of("merge", one(EAGLE3) | {"tree": (2,)}, one(EAGLE1)), "block | token"
     ),
-    Setting("the engine chooses, EAGLE-3", {"method": "auto", "methods": (EAGLE3,)}, {"max_tokens": 5}),
-    Setting("EAGLE, block", EAGLE1 | {"rule": "block"}),
-    Setting("EAGLE, token", EAGLE1 | {"rule": "token"}),
-    Setting("EAGLE, seeded", EAGLE1, {"seed": 5}),
-    Setting("EAGLE, two samples", EAGLE1 | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
-    Setting("EAGLE, tree, traversal", EAGLE1 | {"tree": (2, 1), "rule": "block"}),
+    Setting("the engine chooses, EAGLE-3", made_of("auto", EAGLE3), {"max_tokens": 5}),
+    *in_ways("EAGLE", EAGLE1, "block | token | seeded | two samples | tree, traversal"),
     Setting("EAGLE-2: the likeliest tokens first", EAGLE1 | {"tree": "best_first", "num_draft_tokens": 4}),
-    Setting(
-        "the engine chooses, EAGLE", {"method": "auto", "methods": (EAGLE1 | {"num_draft_tokens": 1},)}, _FOUR | _OF_TWO
-    ),
-    Setting("EAGLE-3 behind EAGLE", {"method": "then", "methods": (EAGLE1 | {"num_draft_tokens": 1}, EAGLE3_ONE)}),
-    Setting("MTP, block", MTP | {"rule": "block"}),
-    Setting("MTP, seeded", MTP, {"seed": 5}),
-    Setting("MTP, most likely tokens", MTP | {"draft_sampling": "greedy"}),
-    Setting("MTP, two samples", MTP_ONE, _PAIR_OF_TWO),
-    Setting("MTP, tree, traversal", MTP | {"tree": (2, 1), "rule": "block"}),
-    Setting("MTP, tree, recursive rejection", MTP | {"tree": (2, 1), "rule": "token"}),
-    Setting("MTP, best-first tree", MTP | {"tree": "best_first", "num_draft_tokens": 4}, _OF_TWO),
-    Setting("MTP, Sequoia's tree", MTP | {"tree": "sequoia", "num_draft_tokens": 3}, _OF_TWO),
-    Setting("MTP behind a lookup", MTP, turns=((LOOKUP | {"num_draft_tokens": 1}, MTP),)),
-    Setting("merge of MTP and the draft model", {"method": "merge", "methods": (MTP_ONE, ONE), "rule": "block"}, _OF_TWO),
-    Setting("the engine chooses, MTP", {"method": "auto", "methods": (MTP_ONE,)}, {"max_tokens": 4, "top_k": 2}),
-    Setting("DFlash, block", DFLASH | {"rule": "block"}),
-    Setting("DFlash, token", DFLASH | {"rule": "token"}),
-    Setting("DFlash, seeded", DFLASH, {"seed": 5}),
-    Setting("DFlash, two samples", DFLASH_ONE, {"n": 2, "max_tokens": 2}),
-    Setting("DFlash, penalties", DFLASH, {"frequency_penalty": -0.6, "repetition_penalty": 1.7}),
-    Setting("DFlash, tree, traversal", DFLASH | {"tree": (2, 1), "rule": "block"}),
-    Setting("DFlash, tree, recursive rejection", DFLASH | {"tree": (2, 1), "rule": "token"}),
-    Setting("DFlash, best-first tree", DFLASH | {"tree": "best_first", "num_draft_tokens": 4}),
-    Setting("DFlash, Sequoia's tree", DFLASH | {"tree": "sequoia", "num_draft_tokens": 3}),
-    Setting("DSpark, block", DSPARK | {"rule": "block"}),
-    Setting("DSpark, token", DSPARK | {"rule": "token"}),
-    Setting("DSpark, seeded", DSPARK, {"seed": 5}),
-    Setting(
-        "DSpark, three tokens, by the chances of their places", DSPARK | {"num_draft_tokens": 3, "min_confidence": 0.2}
-    ),
+    Setting("the engine chooses, EAGLE", made_of("auto", one(EAGLE1)), _LONGER),
+    Setting("EAGLE-3 behind EAGLE", made_of("then", one(EAGLE1), one(EAGLE3))),
+    *in_ways("MTP", MTP, "block | seeded | most likely tokens"),
+    Setting("MTP, two samples", one(MTP), _PAIR_OF_TWO),
+    *in_ways("MTP", MTP, "tree, traversal | tree, recursive rejection"),
+    *in_ways("MTP", MTP, "best-first tree | Sequoia's tree", **_OF_TWO),
+    Setting("MTP behind a lookup", MTP, turns=behind(one(LOOKUP), MTP)),
+    Setting("merge of MTP and the draft model", made_of("merge", one(MTP), ONE, rule="block"), _OF_TWO),
+    Setting("the engine chooses, MTP", made_of("auto", one(MTP)), _LONGER),
+    *in_ways("DFlash", DFLASH, "block | token | seeded | two samples | penalties | tree, traversal"),
+    *in_ways("DFlash", DFLASH, "tree, recursive rejection | best-first tree | Sequoia's tree"),
+    Setting("the engine chooses, DFlash", made_of("auto", one(DFLASH)), _LONGER),
+    Setting("DFlash behind a lookup", one(DFLASH), turns=behind(one(LOOKUP), one(DFLASH)), params=_FOUR),
+    Setting("merge of DFlash and EAGLE-3", made_of("merge", one(DFLASH) | {"tree": (2,)}, one(EAGLE3))),
+    *in_ways("DSpark", DSPARK, "block | token | seeded | tree, traversal | best-first tree"),
+    Setting("DSpark, three tokens, by their chances", DSPARK | {"num_draft_tokens": 3, "min_confidence": 0.2}),
     Setting("DSpark, seeded, by their chances", DSPARK | {"min_confidence": 0.2}, {"seed": 6}),
-    Setting("DSpark, tree, traversal", DSPARK | {"tree": (2, 1), "rule": "block"}),
-    Setting("DSpark, tree, recursive rejection", DSPARK | {"tree": (2, 1), "rule": "token", "min_confidence": 0.2}),
-    Setting("DSpark, best-first tree", DSPARK | {"tree": "best_first", "num_draft_tokens": 4}),
-    Setting("DSpark behind a lookup", DSPARK, turns=((LOOKUP | {"num_draft_tokens": 1}, DSPARK),)),
-    Setting("the engine chooses, DFlash", {"method": "auto", "methods": (DFLASH_ONE,)}, _FOUR | _OF_TWO),
-    Setting("DFlash behind a lookup", DFLASH_ONE, turns=((LOOKUP | {"num_draft_tokens": 1}, DFLASH_ONE),), params=_FOUR),
-    Setting("merge of DFlash and EAGLE-3", {"method": "merge", "methods": (DFLASH_ONE | {"tree": (2,)}, EAGLE3_ONE)}),
-    Setting("P-EAGLE, block", PEAGLE | {"rule": "block"}),
-    Setting("P-EAGLE, token", PEAGLE | {"rule": "token"}),
-    Setting("P-EAGLE, seeded", PEAGLE, {"seed": 5}),
-    Setting("P-EAGLE, two samples", PEAGLE_ONE, {"n": 2, "max_tokens": 2}),
-    Setting("P-EAGLE, tree, traversal", PEAGLE | {"tree": (2, 1), "rule": "block"}),
-    Setting("P-EAGLE, best-first tree", PEAGLE | {"tree": "best_first", "num_draft_tokens": 4}),
-    Setting("P-EAGLE, Sequoia's tree", PEAGLE | {"tree": "sequoia", "num_draft_tokens": 3}),
-    Setting("P-EAGLE behind a lookup", PEAGLE_ONE, turns=((LOOKUP | {"num_draft_tokens": 1}, PEAGLE_ONE),), params=_FOUR),
-    Setting("merge of P-EAGLE and the draft model", {"method": "merge", "methods": (PEAGLE_ONE, ONE)}, _OF_TWO),
-    Setting("the engine chooses, P-EAGLE", {"method": "auto", "methods": (PEAGLE_ONE,)}, {"max_tokens": 4, "top_k": 2}),
+    Setting("DSpark, tree, by their chances", DSPARK | {"tree": (2, 1), "rule": "token", "min_confidence": 0.2}),
+    Setting("DSpark behind a lookup", DSPARK, turns=behind(one(LOOKUP), DSPARK)),
+    *in_ways(
+        "P-EAGLE", PEAGLE, "block | token | seeded | two samples | tree, traversal | best-first tree | Sequoia's tree"
+    ),
+    Setting("P-EAGLE behind a lookup", one(PEAGLE), turns=behind(one(LOOKUP), one(PEAGLE)), params=_FOUR),
+    Setting("merge of P-EAGLE and the draft model", made_of("merge", one(PEAGLE), ONE), _OF_TWO),
+    Setting("the engine chooses, P-EAGLE", made_of("auto", one(PEAGLE)), _LONGER),
 )
 
 
@@ -207,7 +134,7 @@ def _every_other(ids: Tensor, scores: Tensor) -> Tensor:
     return pushed
 
 
-def stuck_behind(token: int) -> dict[str, Any]:
+def stuckbehind(token: int) -> dict[str, Any]:
     """No token may follow `token`."""
     return {"bad_words_ids": tuple((token, other) for other in range(3))}
 
@@ -229,7 +156,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "allowed_token_ids": {"allowed_token_ids": (0, 2)},
     "logits_processors": {"logits_processors": (_every_other,)},
     "min_tokens": {"stop_token_ids": (1,), "min_tokens": 2},
-    "nothing may follow a stop": {"stop_token_ids": (2,), **stuck_behind(2)},
+    "nothing may follow a stop": {"stop_token_ids": (2,), **stuckbehind(2)},
     "a processor that raises behind a stop": {"stop_token_ids": (2,), "logits_processors": (_raising,)},
     "all together": {
         "repetition_penalty": 0.8, "presence_penalty": -0.3, "frequency_penalty": 0.4, "logit_bias": {1: 0.5},
@@ -264,36 +191,29 @@ SHARED_TARGET_LAYERS = 3
 
 #: Methods that draft with some of the target's own layers; the target of these proofs has several.
 SHARED_TARGET_SETTINGS = (
-    Setting("early exit, block", EXIT | {"rule": "block"}),
-    Setting("early exit, token", EXIT | {"rule": "token"}),
-    Setting("early exit, seeded", EXIT, {"seed": 5}),
-    Setting("early exit, most likely tokens", EXIT | {"draft_sampling": "greedy"}),
-    Setting("early exit, two samples", EXIT_ONE, {"n": 2, "max_tokens": 2}),
-    Setting("early exit, tree, traversal", exit_tree("block")),
-    Setting("early exit, tree, recursive rejection", exit_tree("token")),
-    Setting("early exit, tree, seeded", exit_tree("auto"), {"seed": 6}),
+    *in_ways("early exit", EXIT, "block | token | seeded | most likely tokens | two samples"),
+    *in_ways("early exit", EXIT_TREE, "tree, traversal | tree, recursive rejection"),
+    Setting("early exit, tree, seeded", EXIT_TREE | {"rule": "auto"}, {"seed": 6}),
     Setting("early exit in turns with the draft model", turns=((EXIT,), (drafted("block"),))),
-    Setting("early exit behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, EXIT),)),
-    Setting("early exit, then the draft model behind it", turns=((EXIT_ONE, drafted("block", num_draft_tokens=1)),)),
-    Setting("early exit, then a deeper one behind it", turns=((EXIT_ONE, DEEPER | {"num_draft_tokens": 1}),)),
-    Setting("early exit, then a tree behind it", turns=((EXIT_ONE, skip_tree("block") | {"num_draft_tokens": 2}),)),
-    *(
-        Setting(f"merge of {name}, {rule}", {"method": "merge", "methods": members, "rule": rule})
-        for name, members in (
-            ("early exit and the draft model", (EXIT_ONE, ONE)),
-            ("a tree and a chain of unlike laws", (exit_tree("auto") | {"tree": (2,)}, SKIP_ONE)),
-        )
-        for rule in ("block", "token")
+    Setting("early exit behind a lookup", turns=behind(one(LOOKUP), EXIT)),
+    Setting("early exit, then the draft model behind it", turns=behind(one(EXIT), one(drafted("block")))),
+    Setting("early exit, then a deeper one behind it", turns=behind(one(EXIT), one(EXIT) | {"layers": 2})),
+    Setting(
+        "early exit, then a tree behind it", turns=behind(one(EXIT), SKIP_TREE | {"rule": "block", "num_draft_tokens": 2})
     ),
-    Setting("layer skip behind early exit", turns=((EXIT_ONE, SKIP_ONE),)),
-    Setting("early exit behind layer skip", turns=((SKIP_ONE, EXIT_ONE),)),
-    Setting("layer skip, block", SKIP | {"rule": "block"}),
-    Setting("layer skip, token", SKIP | {"rule": "token"}),
+    *in_ways("merge of early exit and the draft model", made_of("merge", one(EXIT), ONE), "block | token"),
+    *in_ways(
+        "merge of a tree and a chain of unlike laws",
+        made_of("merge", EXIT_TREE | {"rule": "auto", "tree": (2,)}, one(SKIP)),
+        "block | token",
+    ),
+    Setting("layer skip behind early exit", turns=behind(one(EXIT), one(SKIP))),
+    Setting("early exit behind layer skip", turns=behind(one(SKIP), one(EXIT))),
+    *in_ways("layer skip", SKIP, "block | token"),
     Setting("layer skip, without the first layer", SKIP | {"skip": (0,)}),
     Setting("layer skip, seeded", SKIP, {"seed": 7}),
-    Setting("layer skip, tree, traversal", skip_tree("block")),
-    Setting("layer skip, tree, recursive rejection", skip_tree("token")),
-    Setting("layer skip in turns with early exit", turns=((SKIP_ONE,), (EXIT,), (exit_tree("block"),))),
+    *in_ways("layer skip", SKIP_TREE, "tree, traversal | tree, recursive rejection"),
+    Setting("layer skip in turns with early exit", turns=((one(SKIP),), (EXIT,), (EXIT_TREE | {"rule": "block"},))),
 )
 
 
@@ -326,14 +246,14 @@ _BEHIND_FORCED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tree": (drafted("block", tree=(2, 1)), {}),
     "coupled": (drafted("auto"), {"seed": 8}),
     "lookup": (LOOKUP, {}),
-    "merge": ({"method": "merge", "methods": [LOOKUP, ONE]}, {}),
-    "the engine's choice": ({"method": "auto", "methods": [LOOKUP, ONE]}, {}),
+    "merge": (made_of("merge", LOOKUP, ONE), {}),
+    "the engine's choice": (made_of("auto", LOOKUP, ONE), {}),
     "a text that ends among them": (ONE, {"max_tokens": 3}),
     "a stop string among them": (ONE, {"stop": ("aa",)}),
 }
 
 #: Ends of texts that need a tokenizer.
-_STUCK_ENDS = {"a stop string": {"stop": ('"',), **stuck_behind(0)}, "an end of text": stuck_behind(2)}
+_STUCK_ENDS = {"a stop string": {"stop": ('"',), **stuckbehind(0)}, "an end of text": stuckbehind(2)}
 
 STRUCTURE_SETTINGS = (
     *(
@@ -371,65 +291,53 @@ STRUCTURE_SETTINGS = (
 #: Drafts from a model of another vocabulary. They need the pair of CROSSED_PIECES.
 CROSSED_SETTINGS = (
     Setting("other vocabulary", CROSSED),
-    Setting("other vocabulary, token rule", CROSSED | {"rule": "token"}, {"temperature": 1.4, "top_k": 2}),
-    Setting("other vocabulary, seeded", CROSSED, {"seed": 5}),
-    Setting("other vocabulary, most likely tokens", CROSSED | {"draft_sampling": "greedy"}),
+    *in_ways("other vocabulary", CROSSED, "token rule", temperature=1.4, top_k=2),
+    *in_ways("other vocabulary", CROSSED, "seeded | most likely tokens"),
     Setting("other vocabulary, tree", CROSSED | {"tree": (2, 1), "num_draft_tokens": 4}),
-    Setting("other vocabulary, penalties", CROSSED, {"repetition_penalty": 1.7, "frequency_penalty": -0.6}),
+    *in_ways("other vocabulary", CROSSED, "penalties"),
     Setting("other vocabulary, only tokens outside it", CROSSED, {"allowed_token_ids": (1,)}),
-    Setting("other vocabulary, two samples", CROSSED | {"num_draft_tokens": 1}, {"n": 2, "max_tokens": 2}),
-    Setting("other vocabulary, behind a lookup", turns=((LOOKUP | {"num_draft_tokens": 1}, CROSSED),)),
+    *in_ways("other vocabulary", CROSSED, "two samples"),
+    Setting("other vocabulary, behind a lookup", turns=behind(one(LOOKUP), CROSSED)),
     Setting("other vocabulary, by text", CROSSED | {"match": "text"}),
-    Setting("other vocabulary, by text, behind a lookup", turns=((LOOKUP, CROSSED | {"match": "text"}),)),
+    Setting("other vocabulary, by text, behind a lookup", turns=behind(LOOKUP, CROSSED | {"match": "text"})),
 )
 
 
-# --- Proven requests for a target with an encoder.
+# --- Proven requests for a target with an encoder, and for one with a running state.
 
-
-#: Texts in which a pass goes on behind a draft of which a part stood.
-_LONGER = {"max_tokens": 4, "top_k": 2}
 
 #: Ways to draft for a target with an encoder, by draft models with encoders of their own.
 ENCODER_SETTINGS = (
     Setting("encoder, chain", drafted("block"), _LONGER),
-    Setting("encoder, tree, traversal", drafted("block", tree=(2, 1)), _LONGER),
-    Setting("encoder, tree, recursive rejection", drafted("token", tree=(2, 1)), _LONGER),
+    *in_ways("encoder", drafted("block", tree=(2, 1)), "tree, traversal | tree, recursive rejection", **_LONGER),
     Setting("encoder, seeded", drafted("auto"), {"seed": 5}),
     Setting("encoder, lookup", LOOKUP),
     Setting("encoder, early exit", EXIT, _LONGER),
-    Setting("encoder, early exit, tree", exit_tree("block")),
+    Setting("encoder, early exit, tree", EXIT_TREE | {"rule": "block"}),
 )
-
-
-# --- Proven requests for a target with a running state.
-
 
 #: Ways to draft for a target with a running state, by draft models with such states. Texts are so long that a pass goes on
 #: behind a draft of which a part stood.
 RUNNING_SETTINGS = (
     Setting("running state, chain", drafted("block"), _LONGER),
-    Setting("running state, token rule", drafted("token"), _LONGER),
-    Setting("running state, tree, traversal", drafted("block", tree=(2, 1)), _LONGER),
-    Setting("running state, tree, recursive rejection", drafted("token", tree=(2, 1)), _LONGER),
+    *in_ways("running state", drafted("block"), "token rule", **_LONGER),
+    *in_ways("running state", drafted("block", tree=(2, 1)), "tree, traversal | tree, recursive rejection", **_LONGER),
     Setting("running state, seeded", drafted("auto"), {"seed": 5}),
     Setting("running state, lookup", LOOKUP),
     Setting("running state, early exit", EXIT, _LONGER),
-    Setting("running state, early exit, tree", exit_tree("block")),
-    Setting("running state, early exit, then the draft model", turns=((EXIT_ONE, drafted("block", num_draft_tokens=1)),)),
-    Setting("running state, merged", {"method": "merge", "methods": (ONE, LOOKUP)}),
+    Setting("running state, early exit, tree", EXIT_TREE | {"rule": "block"}),
+    Setting("running state, early exit, then the draft model", turns=behind(one(EXIT), one(drafted("block")))),
+    Setting("running state, merged", made_of("merge", ONE, LOOKUP)),
     Setting("running state, staged", staged(OTHER, num_draft_tokens=2)),
-    Setting("running state, two samples", ONE, {"n": 2, "max_tokens": 2}),
+    *in_ways("running state", ONE, "two samples"),
 )
 
 #: Heads on the hidden states of such a target. They need several layers.
 RUNNING_HEADS_SETTINGS = (
     Setting("running state, EAGLE-3", EAGLE3 | {"rule": "block"}, _LONGER),
-    Setting("running state, EAGLE-3, token rule", EAGLE3 | {"rule": "token"}, _LONGER),
-    Setting("running state, EAGLE-3, tree, traversal", EAGLE3 | {"tree": (2, 1), "rule": "block"}, _LONGER),
-    Setting("running state, EAGLE-3, tree, recursive rejection", EAGLE3 | {"tree": (2, 1), "rule": "token"}, _LONGER),
-    Setting("running state, EAGLE-3, seeded", EAGLE3, {"seed": 5}),
-    Setting("running state, EAGLE-3 behind the draft model", turns=((ONE, EAGLE3_ONE),), params=_LONGER),
+    *in_ways("running state, EAGLE-3", EAGLE3, "token rule | tree, traversal | tree, recursive rejection", **_LONGER),
+    *in_ways("running state, EAGLE-3", EAGLE3, "seeded"),
+    Setting("running state, EAGLE-3 behind the draft model", turns=behind(ONE, one(EAGLE3)), params=_LONGER),
     Setting("running state, EAGLE", EAGLE1, _LONGER),
     Setting("running state, EAGLE-2: the likeliest tokens first", EAGLE1 | {"tree": "best_first"}, _LONGER),
     Setting("running state, Medusa", MEDUSA, _LONGER),

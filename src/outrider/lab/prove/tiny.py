@@ -23,9 +23,6 @@ from outrider.llm import LLM
 from outrider.loading.exclusive import exclusive_transformers
 from outrider.propose.base import Proposer
 
-# --- Real checkpoints that are so small that every path through the engine can be walked.
-
-
 #: The text of the token that ends a text.
 END = "<end>"
 #: The texts of the tokens of `save_tiny_llama(..., speaks=True)`. The last one ends a text.
@@ -33,6 +30,13 @@ PIECES = ('"', "a", END)
 #: The same for a target and a draft model of different vocabularies: each has a token that the other lacks, the ids of the
 #: others differ, and the draft writes the target's "aa" in two tokens.
 CROSSED_PIECES = {"target": ("a", "aa", END), "draft": (END, "b", "a")}
+
+
+#: Sizes and ends of the decoders.
+_SIZES = {
+    "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "max_position_embeddings": 64, "bos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 
 
 def save_tiny_llama(
@@ -44,33 +48,13 @@ def save_tiny_llama(
     speaks: bool = False,
     pieces: tuple[str, ...] = PIECES,
 ) -> str:
-    """Write a Llama of few layers with random weights in float64; returns its path.
-
-    Args:
-        folder: The folder to write to.
-        seed: Fixes the weights.
-        vocab_size: The width of the logits. It must be 3 where `speaks` is true.
-        num_layers: The number of layers.
-        speaks: Whether to write a tokenizer and an end of text.
-        pieces: The texts of its tokens.
-
-    The weights have a wide spread. At the usual spread of 0.02 all probabilities would be nearly equal, and a wrong mask
-    would change nothing.
-    """
+    """Write a Llama of few layers with random weights in float64; returns its path. One that speaks has a tokenizer with
+    these pieces, and an end of text. The weights have a wide spread. At the usual spread of 0.02 all probabilities would be
+    nearly equal, and a wrong mask would change nothing."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=pieces.index(END) if speaks else None,
-        pad_token_id=None,
-    )
+    end = pieces.index(END) if speaks else None
+    config = LlamaConfig(vocab_size=vocab_size, num_hidden_layers=num_layers, eos_token_id=end, **_SIZES)
     _save_random(LlamaForCausalLM(config), seed, folder)
     if speaks:
         _save_tokenizer(folder, pieces)
@@ -78,26 +62,13 @@ def save_tiny_llama(
 
 
 def save_tiny_hybrid(folder: Path, seed: int, *, num_layers: int = 2) -> str:
-    """Write an LFM2 over three tokens, short convolutions and a last layer that attends; returns its path.
-
-    Stock transformers computes a convolution in float64, so that bounds are as tight as for a Llama. The states of other
-    layers are float32 there.
-    """
+    """Write an LFM2 over three tokens, short convolutions and a last layer that attends; returns its path. Stock
+    transformers computes a convolution in float64, so that bounds are as tight as for a Llama. The states of other layers
+    are float32 there."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
-    config = Lfm2Config(
-        vocab_size=3,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=num_layers,
-        layer_types=[*("conv",) * (num_layers - 1), "full_attention"],
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+    kinds = [*("conv",) * (num_layers - 1), "full_attention"]
+    config = Lfm2Config(vocab_size=3, num_hidden_layers=num_layers, layer_types=kinds, eos_token_id=None, **_SIZES)
     _save_random(Lfm2ForCausalLM(config), seed, folder)
     return str(folder)
 
@@ -147,12 +118,9 @@ def _save_tokenizer(folder: Path, pieces: tuple[str, ...]) -> None:
 
 
 def raise_norms(model: Any) -> None:
-    """Let the norms of a float64 model compute in float64.
-
-    transformers normalises in float32, where a difference of 1e-16 between two batch shapes may become one of 1e-7. With
-    float64 throughout, two passes over the same tokens agree to about 1e-15, and the bounds of the proofs can be tight.
-    Norms of another form than Llama's stay as they are.
-    """
+    """Let the norms of a float64 model compute in float64. transformers normalises in float32, where a difference of 1e-16
+    between two batch shapes may become one of 1e-7. With float64 throughout, two passes over the same tokens agree to about
+    1e-15, and the bounds of the proofs can be tight. Norms of another form than Llama's stay as they are."""
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")) and hasattr(module, "variance_epsilon"):
             module.forward = _Norm(module)
@@ -209,25 +177,18 @@ def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
     """Write heads of each method for a tiny target; returns their folders by method. Those that read features need three
     layers, and layers that predict several tokens serve a Llama alone."""
     found = {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
-    eagle3 = save_random_eagle(
-        folder / "eagle3",
-        target,
-        "speculators",
-        draft_tokens=(0, 2),
-        scale=0.7,
-        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
-    )
-    eagle1 = save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7)
-    mtp = save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7)
-    dflash = save_random_dflash(folder / "dflash", target, "speculators", scale=0.7, block_size=4, draft_tokens=(0, 2))
-    peagle = save_random_peagle(
-        folder / "peagle", target, scale=0.7, draft_tokens=(0, 2), eagle_aux_hidden_state_layer_ids=[0, 1, 2]
-    )
-    dspark = save_random_dflash(
-        folder / "dspark", target, "deepspec", scale=0.7, block_size=3, markov_head_type="rnn", bias=1.0
-    )
-    heads = {"eagle1": eagle1, "eagle3": eagle3, "mtp": mtp, "dflash": dflash, "dspark": dspark, "peagle": peagle}
-    return found | heads
+    some: dict[str, Any] = {"scale": 0.7, "draft_tokens": (0, 2)}
+    low: dict[str, Any] = {**some, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    return found | {
+        "eagle1": save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7),
+        "eagle3": save_random_eagle(folder / "eagle3", target, "speculators", **low),
+        "mtp": save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7),
+        "dflash": save_random_dflash(folder / "dflash", target, "speculators", block_size=4, **some),
+        "dspark": save_random_dflash(
+            folder / "dspark", target, "deepspec", scale=0.7, block_size=3, markov_head_type="rnn", bias=1.0
+        ),
+        "peagle": save_random_peagle(folder / "peagle", target, **low),
+    }
 
 
 def save_layered(folder: Path, num_layers: int) -> dict[str, Any]:

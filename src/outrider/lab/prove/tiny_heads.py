@@ -13,9 +13,6 @@ from torch import Tensor
 from outrider.heads.lone import lone_config
 from outrider.loading.exclusive import exclusive_transformers
 
-# --- Heads with random weights in the layouts in which EAGLE heads are published, for proofs without a trained one.
-
-
 #: What NVIDIA nests in a configuration, with the layers whose outputs are read.
 _NVIDIA = {
     "eagle_aux_hidden_state_layer_ids": [0, 2, 5], "use_aux_hidden_state": True, "use_mtp_layernorm": False,
@@ -39,37 +36,51 @@ def save_random_eagle(
     own_output: bool = True,
     **fields: Any,
 ) -> str:
-    """Write a head with random weights for a checkpoint; returns its folder.
-
-    Args:
-        draft_tokens: The target's tokens that it drafts, in ascending order; None for all.
-    """
-    from safetensors.torch import load_file, save_file
+    """Write a head with random weights for a checkpoint; returns its folder. It drafts these tokens of the target, in
+    ascending order; None for all."""
+    from safetensors.torch import load_file
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(target)
-    layer = {
-        "model_type": "llama", "hidden_size": config.hidden_size, "intermediate_size": 2 * config.hidden_size,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": config.hidden_size // 2, "num_hidden_layers": 1,
-        "vocab_size": config.vocab_size, "rms_norm_eps": 1e-5, "hidden_act": "silu", **(sizes or {}),
-    }  # fmt: skip
-    chosen = torch.arange(config.vocab_size) if draft_tokens is None else torch.tensor(draft_tokens)
-    mapping = _head_mapping(
-        layout, target, layer, fields if layout == "safeailab1" else {"draft_vocab_size": len(chosen), **fields}
-    )
+    layer = _layer(config, "llama", 1, sizes)
+    drafted = config.vocab_size if draft_tokens is None else len(draft_tokens)
+    named = {} if layout == "safeailab1" else {"draft_vocab_size": drafted}
+    mapping = _head_mapping(layout, target, layer, named | fields)
     wide = int(mapping.get("target_hidden_size") or layer["hidden_size"])
     of_eagle1 = layout == "safeailab1"
-    shapes = _eagle1_shapes(layer, mapping) if of_eagle1 else _eagle3_shapes(layout, layer, mapping, wide, len(chosen))
+    shapes = _eagle1_shapes(layer, mapping) if of_eagle1 else _eagle3_shapes(layout, layer, mapping, wide, drafted)
     if not own_output:
         del shapes["lm_head.weight"]
-    tensors = random_tensors(shapes, seed, scale)
-    if draft_tokens is not None:
-        tensors["d2t"] = chosen - torch.arange(len(chosen))
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
+    tensors = random_tensors(shapes, seed, scale) | _columns(draft_tokens, config.vocab_size)
     if own_embedding:
         copy = load_file(Path(target) / "model.safetensors")["model.embed_tokens.weight"]
         random = random_tensors({"": (config.vocab_size, layer["hidden_size"])}, seed + 1, scale)[""]
         tensors["embed_tokens.weight"] = copy.clone() if copy.shape == random.shape else random
+    return _written(folder, mapping, tensors)
+
+
+def _layer(config: Any, kind: str, count: int, sizes: dict[str, Any] | None) -> dict[str, Any]:
+    """The configuration of so many layers for a target, with other sizes where they are given."""
+    return {
+        "model_type": kind, "hidden_size": config.hidden_size, "intermediate_size": 2 * config.hidden_size,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": config.hidden_size // 2,
+        "num_hidden_layers": count, "vocab_size": config.vocab_size, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        **(sizes or {}),
+    }  # fmt: skip
+
+
+def _columns(drafted: tuple[int, ...] | None, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors that name the target's tokens which a head drafts; none where it drafts all."""
+    if drafted is None:
+        return {}
+    chosen = torch.tensor(drafted)
+    known = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
+    return {"d2t": chosen - torch.arange(len(chosen)), "t2d": known}
+
+
+def _written(folder: Path, mapping: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(mapping), "utf-8")
     save_file(tensors, folder / "model.safetensors")
@@ -131,11 +142,11 @@ def _eagle3_shapes(
     return shapes
 
 
-def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:
-    """Normal numbers; norms lie around 1."""
+def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float, plain: float = 1.0) -> dict[str, Tensor]:
+    """Normal numbers; norms lie around what leaves their rows as they are."""
     generator = torch.Generator().manual_seed(seed)
     found = {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
-    return {name: values + 1.0 if "norm" in name else values for name, values in found.items()}
+    return {name: values + plain if "norm" in name else values for name, values in found.items()}
 
 
 # --- Block drafters with random weights in the layouts in which they are published, for proofs without a trained one.
@@ -160,38 +171,24 @@ def save_random_dflash(
     bias: float = 3.0,
     **fields: Any,
 ) -> str:
-    """Write a block drafter with random weights for a checkpoint; returns its folder.
-
-    Args:
-        draft_tokens: The target's tokens that it drafts, in ascending order, in the layout of speculators; None for all.
-        bias: By which factor the weights of the small heads of DSpark are larger than others.
-    """
-    from safetensors.torch import save_file
+    """Write a block drafter with random weights for a checkpoint; returns its folder. In the layouts of speculators it
+    drafts these tokens of the target, in ascending order; None for all. The weights of the small heads of DSpark are larger
+    than others by a factor of `bias`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(target)
-    layers = {
-        "model_type": "qwen3", "hidden_size": config.hidden_size, "intermediate_size": 2 * config.hidden_size,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": config.hidden_size // 2, "num_hidden_layers": 2,
-        "vocab_size": config.vocab_size, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 10000.0, **(sizes or {}),
-    }  # fmt: skip
-    chosen = torch.arange(config.vocab_size) if draft_tokens is None else torch.tensor(draft_tokens)
+    layers = _layer(config, "qwen3", 2, {"rope_theta": 10000.0, **(sizes or {})})
+    drafted = config.vocab_size if draft_tokens is None else len(draft_tokens)
     shape = {"block_size": block_size, "mask_token_id": config.vocab_size - 1, **fields}
-    mapping = _block_mapping(layout, target, layers, inputs, len(chosen), shape)
+    mapping = _block_mapping(layout, target, layers, inputs, drafted, shape)
     shapes = _shapes(layers, len(inputs), int(mapping.get("target_hidden_size") or config.hidden_size))
     if draft_tokens is not None:
-        shapes["lm_head.weight"] = (len(chosen), layers["hidden_size"])
-    tensors = random_tensors(shapes, seed, scale)
+        shapes["lm_head.weight"] = (drafted, layers["hidden_size"])
+    tensors = random_tensors(shapes, seed, scale) | _columns(draft_tokens, config.vocab_size)
     if layout in SEQUENTIAL_LAYOUTS:
-        small = _sequential_shapes(mapping, layers["hidden_size"], config.vocab_size, len(chosen))
+        small = _sequential_shapes(mapping, layers["hidden_size"], config.vocab_size, drafted)
         tensors |= random_tensors(small, seed + 1, bias * scale)
-    if draft_tokens is not None:
-        tensors["d2t"] = chosen - torch.arange(len(chosen))
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, chosen, True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(mapping), "utf-8")
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
+    return _written(folder, mapping, tensors)
 
 
 def _block_mapping(
@@ -291,7 +288,7 @@ def save_random_mtp(
         if layout == "deepseek_v3":  # copies of what the target has
             shapes |= {f"{start}{name}.weight": (config.vocab_size, size) for name in ("embed_tokens", "shared_head.head")}
     plain = 0.0 if layout == "qwen3_next" else 1.0  # its norms multiply by 1 + w
-    save_file(tensors | _random(shapes, seed, scale, plain), file, {"format": "pt"})
+    save_file(tensors | random_tensors(shapes, seed, scale, plain), file, {"format": "pt"})
     return str(folder)
 
 
@@ -316,13 +313,6 @@ def _layer_names(config: object, layer_type: str) -> dict[str, tuple[int, ...]]:
     return shown
 
 
-def _random(shapes: dict[str, tuple[int, ...]], seed: int, scale: float, plain: float) -> dict[str, Tensor]:
-    """Normal numbers; norms lie around what leaves their rows as they are."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {name: torch.randn(shape, generator=generator) * scale for name, shape in shapes.items()}
-    return {name: values + plain if "norm" in name else values for name, values in found.items()}
-
-
 # --- P-EAGLE heads with random weights in the layout in which they are published, for proofs without a trained one.
 
 
@@ -337,21 +327,18 @@ def save_random_peagle(
     **fields: Any,
 ) -> str:
     """Write a P-EAGLE head with random weights for a checkpoint, as the speculators package does; returns its folder."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     save_random_eagle(
         folder, target, "speculators", seed, scale=scale, sizes={"num_hidden_layers": num_layers, **(sizes or {})}, **fields
     )
-    file = folder / "config.json"
-    mapping = json.loads(file.read_text("utf-8"))
+    mapping = json.loads((folder / "config.json").read_text("utf-8"))
     layer = mapping["transformer_layer_config"]
     mapping |= {"architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle"}
     mapping.setdefault("mask_token_id", layer["vocab_size"] - 1)
     mapping["speculators_config"]["algorithm"] = "peagle"
-    file.write_text(json.dumps(mapping), "utf-8")
     tensors = load_file(folder / "model.safetensors")
     of_layer = {"input_layernorm.weight": (layer["hidden_size"],), **layer_shapes(layer, layer["hidden_size"])}
     shapes = {f"layers.{i}.{name}": shape for i in range(1, num_layers) for name, shape in of_layer.items()}
     shapes["mask_hidden"] = (1, 1, tensors["fc.weight"].shape[1])
-    save_file(tensors | random_tensors(shapes, seed + 2, scale), folder / "model.safetensors")
-    return str(folder)
+    return _written(folder, mapping, tensors | random_tensors(shapes, seed + 2, scale))

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
-from functools import cache
 
-from outrider.lab.prove.reference import VOCAB_SIZE, Case, Context, Joint, Probs, owed
+from outrider.lab.prove.reference import VOCAB_SIZE, Case, Context, Joint, Probs, over_rounds, owed
 
 _ONE, _ZERO = Fraction(1), Fraction(0)
 #: The tokens that a member drew after each path, in order.
@@ -80,18 +79,7 @@ class _Round:
 
 def speculative_distribution(members: Members, rule: TreeRule, shape: Shape, length: int) -> Joint:
     """The joint distribution of the first `length` tokens, over consecutive rounds."""
-
-    @cache
-    def continued(context: Context) -> Mapping[Context, Fraction]:
-        if len(context) >= length:
-            return {context[:length]: _ONE}
-        joint: defaultdict[Context, Fraction] = defaultdict(Fraction)
-        for tokens, weight in round_distribution(members, rule, context, shape).items():
-            for outcome, share in continued(context + tokens).items():
-                joint[outcome] += weight * share
-        return joint
-
-    return dict(continued(()))
+    return over_rounds(lambda context: round_distribution(members, rule, context, shape), length)
 
 
 def round_distribution(members: Members, rule: TreeRule, context: Context, shape: Shape) -> Joint:

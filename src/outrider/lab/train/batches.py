@@ -48,9 +48,7 @@ class Batch:
 
     def drafts(self, ahead: int = 1, first: int = 1) -> Tensor:
         """[num_texts, num_tokens] the same, and the engine begins a draft there, whose first token is `first` behind row i.
-
-        The target itself writes the first token behind a prompt, and drafts begin behind that token.
-        """
+        The target itself writes the first token behind a prompt, and drafts begin behind that token."""
         places = torch.arange(self.token_ids.shape[1], device=self.lengths.device)
         return self.predicts(ahead) & (places[None] + first > self.num_prompt_tokens[:, None])
 

@@ -15,13 +15,10 @@ from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, Blo
 from outrider.heads.formats.published import PublishedHead
 from outrider.heads.lone import RotaryFactors
 from outrider.heads.networks import TargetHead
-from outrider.lab.train.depths import token_counts
-from outrider.lab.train.eagle import Design, OwnLayerSettings, published_design
+from outrider.lab.train.features import Design, OwnLayerSettings, published_design
+from outrider.lab.train.settings import token_counts
 from outrider.lab.train.target import FrozenTarget, head_layers, layers_to_read
 from outrider.records import Manifest
-
-# --- Block drafters (DFlash, 2026) that are to be trained.
-
 
 #: Most layers of the target that it reads unless somebody says which.
 _MOST_READ = 5

@@ -151,14 +151,12 @@ def _apart(states: Sequence[dict[int, dict[str, Any]]]) -> tuple[dict[str, Tenso
     tensors: dict[str, Tensor] = {}
     numbers = []
     for place, state in enumerate(states):
-        numbers.append({str(index): _plain(held) for index, held in state.items()})
+        plain: dict[str, dict[str, Any]] = {str(index): {} for index in state}
         for index, held in state.items():
             tensors |= {f"{place}.{index}.{key}": value for key, value in held.items() if isinstance(value, Tensor)}
+            plain[str(index)] |= {key: value for key, value in held.items() if not isinstance(value, Tensor)}
+        numbers.append(plain)
     return tensors, numbers
-
-
-def _plain(held: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in held.items() if not isinstance(value, Tensor)}
 
 
 def _together(tensors: dict[str, Tensor], numbers: list[dict[str, dict[str, Any]]]) -> list[dict[int, dict[str, Any]]]:

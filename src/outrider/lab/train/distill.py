@@ -18,15 +18,14 @@ from outrider.config import Frozen, ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError, VocabularyMismatchError
 from outrider.files import storing, write_whole
 from outrider.kernels.weights import use_plain_weights
+from outrider.lab.economics import expected_tokens
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.settings import NEEDS_ALL_TOKENS, LossName, Overlaps, Trainee, chain_tau, divergence, overlap
+from outrider.lab.train.settings import NEEDS_ALL_TOKENS, LossName, Overlaps, Trainee, divergence, overlap
 from outrider.lab.train.target import FrozenTarget, Teacher
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import exclusive_transformers
 from outrider.loading.loader import load_model
 from outrider.loading.sources import check_sources
-
-# --- A draft model learns its target's probabilities (DistillSpec, Zhou et al. 2023).
 
 
 class DistillSettings(Frozen):
@@ -49,11 +48,7 @@ class DistillSettings(Frozen):
 
 
 class DistilledDraft(Trainee):
-    """A draft model in training.
-
-    Args:
-        tokenizer: That of the target; None where it has none.
-    """
+    """A draft model in training, with the tokenizer of the target, if any."""
 
     def __init__(
         self,
@@ -89,7 +84,7 @@ class DistilledDraft(Trainee):
         return Overlaps(found.sum()[None].double(), torch.tensor([len(found)]))
 
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
-        return chain_tau([acceptance[0]] * num_draft_tokens)
+        return expected_tokens([acceptance[0]] * num_draft_tokens)
 
     def save(self, folder: Path) -> None:
         save_model(self.module, self._tokenizer, folder, self._target.model.dtype)
@@ -110,10 +105,8 @@ class DistilledDraft(Trainee):
 
 @torch.no_grad()
 def write_on(model: Any, batch: Batch, temperature: float) -> Batch:
-    """Returns the same prompts with continuations that `model` draws, as long as the batch is.
-
-    All prompts are cut to the shortest one, so that every text grows by one token at a time.
-    """
+    """Returns the same prompts with continuations that `model` draws, as long as the batch is. All prompts are cut to the
+    shortest one, so that every text grows by one token at a time."""
     length = batch.token_ids.shape[1]
     start = max(1, min(int(batch.num_prompt_tokens.min()), length - 1))
     tokens = batch.token_ids[:, :start]

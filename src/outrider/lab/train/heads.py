@@ -10,7 +10,7 @@ about to write, and has ahead = k + 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from outrider.errors import InvalidParameterError
 from outrider.heads.checkpoint import describe_target, save_heads, take_witness
 from outrider.heads.networks import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig, build_network
+from outrider.lab.economics import expected_tokens
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.depths import Depth, Said, depth_loss, depth_overlaps
-from outrider.lab.train.settings import HeadLearning, LossName, Overlaps, Trainee, TrainSettings, chain_tau
+from outrider.lab.train.settings import Depth, HeadLearning, HeadTrainee, LossName, Said, Trainee, TrainSettings
 from outrider.lab.train.target import Features, FrozenTarget
 from outrider.records import Manifest
 
@@ -70,17 +70,11 @@ class HeadSettings(HeadLearning):
             inner = self.inner or target.hidden_size
             return BlockwiseConfig(target=meant, layer=layer, normed=True, heads=self.heads, inner=inner)
         return MedusaConfig(
-            target=meant,
-            layer=layer,
-            normed=True,
-            heads=self.heads,
-            blocks=self.blocks,
-            width=width,
-            output=self.output,
+            target=meant, layer=layer, normed=True, heads=self.heads, blocks=self.blocks, width=width, output=self.output
         )
 
 
-class TrainedHeads(Trainee):
+class TrainedHeads(HeadTrainee):
     """Heads in training."""
 
     def __init__(self, target: FrozenTarget, manifest: Manifest, settings: HeadSettings, source: str, seed: int) -> None:
@@ -88,6 +82,7 @@ class TrainedHeads(Trainee):
         config = settings.config(target)
         self._target = target
         self._settings = settings
+        self.loss_name, self.decay, self.method = settings.loss, settings.decay, settings.method
         self._config = config
         self._temperature = manifest.settings.temperature
         self._features = Features(target, manifest, source, [config.layer])
@@ -100,24 +95,14 @@ class TrainedHeads(Trainee):
         self._ahead = tuple(range(first, first + config.num_heads))
         self.reach = self._ahead[-1]
 
-    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
-        depths, said = self._drafted(module, batch, batch.predicts)
-        return depth_loss(self._settings.loss, depths, said, self._settings.decay)
-
-    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
-        return depth_overlaps(*self._drafted(module, batch, partial(batch.drafts, first=self._ahead[0])))
-
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
         if self._settings.method == "exit":  # drafts one token after the other, as a draft model does
-            return chain_tau([acceptance[0]] * num_draft_tokens)
-        return chain_tau(acceptance[:num_draft_tokens])
+            return expected_tokens([acceptance[0]] * num_draft_tokens)
+        return super().tau(acceptance, num_draft_tokens)
 
     def save(self, folder: Path) -> None:
         network: Any = self.module
         save_heads(folder, network, take_witness(self._target.model, self._config))
-
-    def speculation(self, folder: Path) -> dict[str, Any]:
-        return {"method": self._settings.method, "model": str(folder)}
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -128,17 +113,16 @@ class TrainedHeads(Trainee):
             "loss": self._settings.loss,
         }
 
-    def _drafted(self, module: nn.Module, batch: Batch, rows_of: Callable[[int], Tensor]) -> tuple[list[Depth], Said]:
-        """Returns what each head says, and what the target says, where `rows_of` has rows that are so far behind."""
+    def drafted(self, module: nn.Module, batch: Batch, *, learn: bool) -> tuple[list[Depth], Said]:
+        rows_of = batch.predicts if learn else partial(batch.drafts, first=self._ahead[0])
         layer, first = self._config.layer, rows_of(self._ahead[0])
         states, target = self._features.read(batch)
-        logits: Tensor = module(self._read(states[layer][first]).float(), self._target.head)
+        features = states[layer][first]
+        if layer != self._target.num_layers:  # they read hidden states behind the final norm
+            features = self._target.norm(features)
+        logits: Tensor = module(features.float(), self._target.head)
         depths = []
         for head, ahead in enumerate(self._ahead):
             rows = rows_of(ahead)
             depths.append(Depth(logits[head][rows[first]], rows, ahead))
         return depths, Said(batch, target, self._temperature)
-
-    def _read(self, features: Tensor) -> Tensor:
-        """Hidden states behind the final norm, where the heads read those."""
-        return features if self._config.layer == self._target.num_layers else self._target.norm(features)

@@ -1,8 +1,9 @@
-"""A whole training, from a target and a folder of data to a folder that loads as a method."""
+"""A whole training, from a target and a folder of data to a folder that loads as a method, with its card."""
 
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,29 +11,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from outrider import __version__
 from outrider.config import ActivationsName, DTypeName, default_model
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.files import write_text
+from outrider.lab.economics import expected_tokens
 from outrider.lab.train import trainer as curves
-from outrider.lab.train.batches import TrainingData, load_data
+from outrider.lab.train.batches import load_data
 from outrider.lab.train.blocks import DflashSettings
-from outrider.lab.train.card import Outcome, write_card
+from outrider.lab.train.checkpoint import Measurement, Progress
 from outrider.lab.train.distill import DistilledDraft, DistillSettings, Shape, draft_to_begin_with
-from outrider.lab.train.eagle import Eagle1Settings, Eagle3Settings
+from outrider.lab.train.features import Eagle1Settings, Eagle3Settings, MtpSettings
 from outrider.lab.train.heads import HeadSettings
-from outrider.lab.train.mtp import MtpSettings
-from outrider.lab.train.settings import HeadLearning, Trainee, TrainSettings, chain_tau
+from outrider.lab.train.settings import HeadLearning, Trainee, TrainSettings
 from outrider.lab.train.target import FrozenTarget, Teacher
-from outrider.lab.train.trainer import Judge, Trainer, Watcher, main_process_first, own_device
+from outrider.lab.train.trainer import Judge, Trainer, Watcher, by_position, main_process_first, own_device
 from outrider.llm import LLM
 from outrider.model.memory import PassTimer
-from outrider.params import SamplingParams
 from outrider.propose.draft_model import DraftModel, DraftModelProposer
 from outrider.records import Manifest, read_manifest
 from outrider.results import RequestStats
-
-# --- A whole training: from a target and a folder of data to a folder that loads as a method.
-
 
 #: What a folder says of the training that it comes from.
 TRAINING = "training.json"
@@ -122,16 +120,17 @@ def _train(
     plan = _plan(job, asked, manifest)
     with main_process_first():
         _open(job.out, plan)
-    verdict = _Engine(job, target, trainee, data) if job.settings.engine_prompts else None
-    trainer = Trainer(trainee, data, job.settings, job.out, target.vocab_size, verdict=verdict, watcher=watcher)
+    how = {"dtype": job.dtype, "activations": job.activations}
+    judge = Judge(target.name, how, trainee, data, job.settings) if job.settings.engine_prompts else None
+    trainer = Trainer(trainee, data, job.settings, job.out, target.vocab_size, judge=judge, watcher=watcher)
     try:
         progress = trainer.run()
         outcome = Outcome(target.name, trainee.facts(), manifest, job.settings, progress, None)
         if trainer.is_main:
-            outcome = _finish(job, plan, trainee, outcome, verdict)
+            outcome = _finish(job, plan, trainee, outcome, judge)
     finally:
-        if verdict is not None:
-            verdict.close()
+        if judge is not None:
+            judge.close()
     return outcome
 
 
@@ -148,11 +147,11 @@ def _check_length(length: int, trainee: Trainee) -> None:
         raise InvalidParameterError("length", length, problem, f"Use {trainee.reach + 1} or more; some hundred are usual.")
 
 
-def _finish(job: Job, plan: dict[str, Any], trainee: Trainee, outcome: Outcome, verdict: _Engine | None) -> Outcome:
+def _finish(job: Job, plan: dict[str, Any], trainee: Trainee, outcome: Outcome, judge: Judge | None) -> Outcome:
     """Write the result; what says that it is one comes last."""
     trainee.save(job.out)
-    if verdict is not None:
-        outcome = outcome.judged(verdict(job.out))
+    if judge is not None:
+        outcome = replace(outcome, stats=judge(job.out))
     curves.draw(job.out, outcome.progress.measurements, f"{outcome.facts['kind']} for {outcome.target_title}")
     write_card(job.out, outcome, trainee.speculation(job.out))
     write_text(job.out / TRAINING, json.dumps({**plan, "result": outcome.figures()}, indent=1) + "\n")
@@ -194,45 +193,6 @@ def _check_same(out: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
             if before != json.loads(json.dumps(value)):
                 problem = f"the training in {out} was begun with {before!r}"
                 raise ContradictionError(name, value, problem, "Use the same settings, or a new folder.")
-
-
-class _Engine:
-    """The engine beside the training, loaded when it is first asked."""
-
-    def __init__(self, job: Job, target: FrozenTarget, trainee: Trainee, data: TrainingData) -> None:
-        self._job = job
-        self._target = target
-        self._trainee = trainee
-        self._data = data
-        self._judge: Judge | None = None
-
-    def __call__(self, folder: Path) -> RequestStats:
-        if self._judge is None:
-            self._judge = self._load()
-        return self._judge.judge(self._trainee.speculation(folder))
-
-    def close(self) -> None:
-        if self._judge is not None:
-            self._judge.close()
-
-    def _load(self) -> Judge:
-        settings, texts = self._job.settings, self._data.manifest.settings
-        params = SamplingParams(
-            max_tokens=settings.engine_tokens,
-            temperature=texts.temperature,
-            top_k=texts.top_k,
-            top_p=texts.top_p,
-            ignore_eos=True,
-        )
-        return Judge(
-            self._target.name,
-            self._job.dtype,
-            self._job.activations,
-            self._data.held_out,
-            settings.engine_prompts,
-            params,
-            settings.num_draft_tokens,
-        )
 
 
 # --- The heads that can be trained, by the name of their method.
@@ -286,13 +246,9 @@ def compare_sizes(
     timed_target: str | None = None,
     watch: Callable[[Shape], Watcher | None] = lambda shape: None,
 ) -> list[Size]:
-    """Train a draft of each shape with the same settings, and say what each is worth; the best one first.
-
-    Called again after it was broken off, it goes on: trainings that have ended are not run again.
-
-    Args:
-        timed_target: The target whose passes are timed, where it is another of the same tokens; None times the target.
-    """
+    """Train a draft of each shape with the same settings, and say what each is worth; the best one first. Called again
+    after it was broken off, it goes on: trainings that have ended are not run again. Passes may be timed of another target
+    of the same tokens."""
     quiet = job.settings.replace(engine_prompts=0)
     found = {}
     for shape in shapes:
@@ -316,10 +272,10 @@ def worth(
 
     def speedup(length: int) -> float:
         seconds = length * draft_seconds + target_seconds[length + 1]
-        return chain_tau([acceptance] * length) * target_seconds[1] / seconds
+        return expected_tokens([acceptance] * length) * target_seconds[1] / seconds
 
     best = max((rows - 1 for rows in target_seconds if rows > 1), key=speedup)
-    tau = chain_tau([acceptance] * best)
+    tau = expected_tokens([acceptance] * best)
     return Size(shape, parameters, acceptance, draft_seconds, target_seconds, best, tau, speedup(best))
 
 
@@ -349,3 +305,126 @@ def _seconds(job: Job, folders: Sequence[Path], timed_target: str | None) -> tup
                     times[who, rows].append(seconds)
     target = {rows: median(times[0, rows]) for rows in range(1, longest + 2)}
     return target, [median(times[place, 1]) for place in range(1, len(folders) + 1)]
+
+
+# --- The model card: what was trained, from what, and what was measured.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Holds what a training came to."""
+
+    target: str  # folder or hub id of the target
+    facts: dict[str, Any]  # what the trainee says of itself
+    manifest: Manifest  # of the data
+    settings: TrainSettings  # how it ran
+    progress: Progress  # its course
+    stats: RequestStats | None  # what the engine counted with the result; None where it did not run
+
+    @property
+    def before(self) -> Measurement:
+        """Held-out texts before the first step."""
+        return self.progress.measurements[0]
+
+    @property
+    def best(self) -> Measurement:
+        """Returns the same with the weights that were kept."""
+        return next(each for each in self.progress.measurements if each.step == self.progress.best)
+
+    @property
+    def target_title(self) -> str:
+        """The target's name, without the folders above it."""
+        return Path(self.target).name
+
+    def figures(self) -> dict[str, Any]:
+        """The numbers, for programs."""
+        found: dict[str, Any] = {
+            "parameters": self.facts["parameters"],
+            "steps": self.progress.step,
+            "tokens": self.progress.tokens,
+            "seconds": self.progress.seconds,
+            "best_step": self.progress.best,
+            "acceptance_before": list(self.before.acceptance),
+            "acceptance": list(self.best.acceptance),
+            "tau_from_acceptance": self.best.tau,
+        }
+        if self.stats is not None:
+            found |= {"engine_tau": self.stats.mean_acceptance_length, "engine_acceptance": list(by_position(self.stats))}
+            found["engine_target_passes"] = self.stats.num_target_passes
+        return found
+
+
+def write_card(folder: Path, outcome: Outcome, speculation: dict[str, Any]) -> None:
+    """Write README.md. Raises StorageError."""
+    own = {"method": speculation["method"], "model": "THIS_FOLDER"}
+    parts = [
+        f"# {_title(outcome)}",
+        "It drafts for its target in [Outrider](https://pypi.org/project/outrider), which checks every draft, so that the "
+        "target's distribution stays as it is. It is of no use without this target.",
+        f"```python\nLLM({_argument(outcome.target)}speculation={own})\n```",
+        "## What it is",
+        _table(outcome.facts | {"target": outcome.target_title, "made by": f"Outrider {__version__}"}),
+        "## What it learnt from",
+        _table(_data_facts(outcome)),
+        "## What was measured",
+        _measured(outcome),
+        f"The course of the training is in `curves.csv` and `curves.png`. Machine: {platform.machine()}, "
+        f"Python {platform.python_version()}.",
+    ]
+    write_text(folder / "README.md", "\n\n".join(parts) + "\n")
+
+
+def _argument(target: str) -> str:
+    """Returns how the target is written where it is loaded: nothing for the embedded one, and no folder of this machine."""
+    if target == default_model("target"):
+        return ""
+    return '"FOLDER_OF_THE_TARGET", ' if Path(target).is_dir() else f"{json.dumps(target)}, "
+
+
+def _title(outcome: Outcome) -> str:
+    kind = str(outcome.facts["kind"])
+    return f"{kind[0].upper()}{kind[1:]} for {outcome.target_title}"
+
+
+def _data_facts(outcome: Outcome) -> dict[str, Any]:
+    manifest, progress = outcome.manifest, outcome.progress
+    asked = manifest.settings
+    return {
+        "texts": f"{manifest.num_records:,}, of which {manifest.num_held_out:,} were held out",
+        "written by the target": f"up to {asked.max_tokens} tokens behind each prompt" if asked.max_tokens else "no",
+        "temperature, top_k, top_p": f"{asked.temperature}, {asked.top_k}, {asked.top_p}",
+        "steps": f"{progress.step:,}; the best weights are those of step {progress.best:,}",
+        "tokens learnt from": f"{progress.tokens:,}",
+        "minutes": f"{progress.seconds / 60:.1f}",
+    }
+
+
+def _measured(outcome: Outcome) -> str:
+    texts = min(outcome.settings.held_out_texts, outcome.manifest.num_held_out)
+    before, best = outcome.before, outcome.best
+    lines = [
+        f"On up to {texts} held-out texts, the chance that the token rule accepts a draft token (the sum of the smaller of "
+        "the two probabilities):",
+        "| | before | after |\n|---|---|---|\n"
+        + "\n".join(
+            f"| position {depth + 1} | {a:.3f} | {b:.3f} |"
+            for depth, (a, b) in enumerate(zip(before.acceptance, best.acceptance, strict=True))
+        )
+        + f"\n| tokens of a target pass that follow | {before.tau:.2f} | {best.tau:.2f} |",
+    ]
+    if outcome.stats is not None:
+        settings, stats = outcome.settings, outcome.stats
+        by = ", ".join(f"{share:.2f}" for share in by_position(stats))
+        began = "" if before.engine_tau is None else f" Before the training it yielded {before.engine_tau:.2f}."
+        lines.append(
+            f"In the engine itself, with {settings.num_draft_tokens} draft tokens a step on up to "
+            f"{settings.engine_prompts} held-out prompts of {settings.engine_tokens} tokens each, in "
+            f"{stats.num_target_passes:,} target passes, a draft yielded **{stats.mean_acceptance_length:.2f} tokens** of "
+            f"a pass. Share of draft tokens that stood, by position, where those before them stood: {by}.{began}"
+        )
+    return "\n\n".join(lines)
+
+
+def _table(rows: dict[str, Any]) -> str:
+    shown = (f"| {name} | {f'{value:,}' if isinstance(value, int) else value} |" for name, value in rows.items())
+    return "\n".join(["| | |", "|---|---|", *shown])

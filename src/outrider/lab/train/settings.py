@@ -13,12 +13,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.config import Frozen
+from outrider.lab.economics import expected_tokens
 from outrider.lab.train.batches import Batch
 from outrider.lab.train.target import FrozenTarget
-from outrider.records import Manifest
-
-# --- Settings of a training; the same for every method.
-
+from outrider.records import Manifest, read_records
 
 TeacherSource = Literal["forward", "hidden_states", "top_k"]
 Precision = Literal["bf16", "fp32"]
@@ -130,15 +128,6 @@ class HeadLearning(Frozen):
         raise NotImplementedError
 
 
-def chain_tau(acceptance: Sequence[float]) -> float:
-    """1 + a1 + a1 a2 + ...: tokens of a pass, where draft token i stands with chance a_i if those before it do."""
-    total, stands = 1.0, 1.0
-    for chance in acceptance:
-        stands *= chance
-        total += stands
-    return total
-
-
 # --- Losses between a draft's and a target's probabilities, as DistillSpec (Zhou et al. 2023) uses them.
 #
 # All take raw logits and divide them by the temperature that the texts are written at, since acceptance is decided
@@ -177,7 +166,8 @@ def divergence(
         return _cross_entropy(log_q, token_ids, tokens)
     if name == "total_variation":
         p, q = _law(target, scale, tokens), log_q.exp()
-        return 0.5 * ((p - q).abs().sum(-1) + _lost(p, tokens))
+        lost = 0.0 if tokens is None else 1.0 - p.sum(-1)  # what the target gives to tokens that the draft does not know
+        return 0.5 * ((p - q).abs().sum(-1) + lost)
     log_p = F.log_softmax((target if tokens is None else target[:, tokens]).float() / scale, -1)
     if name == "forward_kl":
         return _kl(log_p, log_q)
@@ -210,11 +200,6 @@ def _law(target: Tensor, temperature: float, tokens: Tensor | None) -> Tensor:
     return law if tokens is None else law[:, tokens]
 
 
-def _lost(p: Tensor, tokens: Tensor | None) -> Tensor | float:
-    """Returns what the target gives to tokens that the draft does not know."""
-    return 0.0 if tokens is None else 1.0 - p.sum(-1)
-
-
 def _cross_entropy(log_q: Tensor, token_ids: Tensor, tokens: Tensor | None) -> Tensor:
     if tokens is None:
         return -log_q.gather(-1, token_ids[:, None])[:, 0]
@@ -227,3 +212,131 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(p || q) of each row; a token that p never writes counts nothing."""
     p = log_p.exp()
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
+
+
+# --- Draft tokens of several depths, compared with what the target says there, within a draft vocabulary.
+
+
+#: The loss that looks at all depths of a draft together.
+ACCEPTED_LENGTH = "accepted_length"
+#: Keeps the logarithm finite where two laws have nothing in common.
+_LEAST = 1e-6
+
+
+class Depth(NamedTuple):
+    """Draft tokens that stand equally far ahead."""
+
+    logits: Tensor  # [n, draft_vocab_size] of what drafts
+    rows: Tensor  # [num_texts, num_tokens] whether a draft is made from this row; n of them
+    # Tokens by which the draft token is ahead of its row. What the target says of it stands ahead - 1 rows later.
+    ahead: int
+
+
+class Said(NamedTuple):
+    """Holds what the target says of a batch."""
+
+    batch: Batch  # the texts
+    logits: Tensor  # [num_texts, num_tokens, vocab_size]; row i speaks of token i + 1
+    temperature: float  # that the texts are written at
+    # [draft_vocab_size] the target's token for each of the draft's; None where they are the same.
+    tokens: Tensor | None = None
+
+    def at(self, depth: Depth) -> Tensor:
+        """[n, vocab_size] the logits that the draft tokens of a depth are compared with."""
+        return shifted(self.logits, depth.ahead - 1)[depth.rows]
+
+    def overlap(self, depth: Depth) -> Tensor:
+        """[n] the chance that the token rule accepts."""
+        return overlap(self.at(depth), depth.logits, self.temperature, self.tokens)
+
+
+class HeadTrainee(Trainee):
+    """Heads on the frozen target, whose draft tokens are compared with what the target says, depth by depth."""
+
+    loss_name: str  # how far its probabilities are from the target's
+    decay: float  # what the loss of a draft token counts, relative to the one before
+    method: str  # that will draft with them
+
+    def drafted(self, module: nn.Module, batch: Batch, *, learn: bool) -> tuple[list[Depth], Said]:
+        """Draft tokens of several depths, and what the target says, in rows to learn from or as the engine drafts."""
+        raise NotImplementedError
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        return depth_loss(self.loss_name, *self.drafted(module, batch, learn=True), self.decay)
+
+    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
+        depths, said = self.drafted(module, batch, learn=False)
+        sums = [said.overlap(depth).sum().double() for depth in depths]
+        return Overlaps(torch.stack(sums), torch.tensor([len(depth.logits) for depth in depths]))
+
+    def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
+        return expected_tokens(acceptance[:num_draft_tokens])
+
+    def speculation(self, folder: Path) -> dict[str, Any]:
+        return {"method": self.method, "model": str(folder)}
+
+
+def depth_loss(name: str, depths: Sequence[Depth], said: Said, decay: float) -> Tensor:
+    """The loss of a draft."""
+    if name == ACCEPTED_LENGTH:
+        return _accepted_length(depths, said)
+    total, weight = depths[0].logits.new_zeros(()), 1.0
+    for depth in depths:
+        tokens = shifted(said.batch.token_ids, depth.ahead)[depth.rows]
+        found = divergence(name, said.at(depth), depth.logits, tokens, said.temperature, said.tokens)
+        if len(found):
+            total = total + weight * found.mean()
+        weight *= decay
+    return total
+
+
+def _accepted_length(depths: Sequence[Depth], said: Said) -> Tensor:
+    """Minus the logarithm of the share of its draft tokens that a draft is expected to bring through: a1 + a1 a2 + ..., as
+    Leviathan et al. (2023) add them up, over their number. With one depth this is a loss of Samarin et al. (2026)."""
+    rows = depths[0].rows
+    stands = torch.ones(rows.shape, device=rows.device)
+    expected, reached = torch.zeros_like(stands), torch.zeros_like(stands)
+    scale = said.temperature or 1.0  # greedy decoding gives no gradient, and the order of tokens is the same
+    for depth in depths:
+        chances = overlap(said.at(depth), depth.logits, scale, said.tokens)
+        stands = stands * torch.zeros_like(stands).masked_scatter(depth.rows, chances)
+        expected, reached = expected + stands, reached + depth.rows
+    return -torch.log(expected[rows] / reached[rows] + _LEAST).mean()
+
+
+def shifted(values: Tensor, by: int) -> Tensor:
+    """Column i holds what column i + by held; the last columns, which nobody may read, repeat the last one."""
+    length = values.shape[1]
+    columns = torch.arange(length, device=values.device) + by
+    return values[:, columns.clamp(max=length - 1)]
+
+
+# --- The tokens that a head drafts: those that the training texts hold most often.
+
+
+class DraftVocabulary(NamedTuple):
+    """Some of the target's tokens."""
+
+    tokens: Tensor | None  # [size] in ascending order; None for all
+    share: float  # how many of the tokens to be learnt are among them
+
+
+def frequent_tokens(folder: Path, manifest: Manifest, size: int) -> DraftVocabulary:
+    """The most frequent tokens of what the target wrote in texts that are not held out. Of tokens that are equally frequent
+    the smaller number goes first."""
+    vocab_size = manifest.target.vocab_size
+    if size >= vocab_size:
+        return DraftVocabulary(None, 1.0)
+    counts = token_counts(folder, manifest)
+    chosen = torch.sort(counts, descending=True, stable=True).indices[:size]
+    return DraftVocabulary(chosen.sort().values, float(counts[chosen].sum() / counts.sum().clamp(min=1)))
+
+
+def token_counts(folder: Path, manifest: Manifest) -> Tensor:
+    """[vocab_size] how often the target wrote each token in texts that are not held out."""
+    counts = torch.zeros(manifest.target.vocab_size, dtype=torch.long)
+    for record in read_records(folder, manifest):
+        if not record.held_out:
+            first = record.num_prompt_tokens if manifest.settings.max_tokens else 1
+            counts += torch.bincount(record.token_ids[first:], minlength=len(counts))
+    return counts

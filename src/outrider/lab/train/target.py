@@ -18,19 +18,10 @@ from outrider.loading.sources import check_sources
 from outrider.model.hf import final_norm, noting_layers, only_head
 from outrider.records import TOP_LOGITS, TOP_TOKENS, Manifest, check_witness, hidden_name
 
-# --- The target as a teacher: a stock model of transformers, frozen, whose logits and hidden states are learnt from.
-
 
 class FrozenTarget:
-    """A stock model that is not trained. The engine's own weights are packed, so it is loaded once more for this.
-
-    Args:
-        name: Folder or hub id; None for the embedded one.
-
-    Attributes:
-        model: The model of transformers.
-        tokenizer: Its tokenizer, if any.
-    """
+    """A stock model that is not trained; without a name, the embedded one. The engine's own weights are packed, so it is
+    loaded once more for this."""
 
     def __init__(
         self,
@@ -61,10 +52,8 @@ class FrozenTarget:
 
     @torch.no_grad()
     def states(self, token_ids: Tensor, layers: Sequence[int]) -> tuple[dict[int, Tensor], Tensor]:
-        """Hidden states [num_texts, num_tokens, hidden_size] by transformers' index of the layer, and the logits.
-
-        Index i is the input of layer i, and the number of layers is what the final norm leaves.
-        """
+        """Hidden states [num_texts, num_tokens, hidden_size] by transformers' index of the layer, and the logits. Index i
+        is the input of layer i, and the number of layers is what the final norm leaves."""
         out = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
         return {layer: out.hidden_states[layer] for layer in layers}, out.logits
 
@@ -112,15 +101,9 @@ class FrozenTarget:
 
 
 class Teacher:
-    """Holds what the target says of a batch: computed, or as it was kept with the data.
-
-    Args:
-        source: "forward" runs the target on every batch; "hidden_states" takes the final ones from the data and runs the
-            head alone; "top_k" takes its most likely tokens from the data, and holds all others for impossible.
-
-    Attributes:
-        rows: The names of what the data must hold.
-    """
+    """Holds what the target says of a batch: computed, or as it was kept with the data. The source "forward" runs the
+    target on every batch; "hidden_states" takes the final ones from the data and runs the head alone; "top_k" takes its
+    most likely tokens from the data, and holds all others for impossible. `rows` names what the data must hold."""
 
     def __init__(self, target: FrozenTarget, manifest: Manifest, source: str) -> None:
         self._target = target
@@ -154,11 +137,7 @@ class Teacher:
 
 
 class Features:
-    """Hidden states and logits of the target.
-
-    Attributes:
-        rows: Names of what the data must hold.
-    """
+    """Hidden states and logits of the target; `rows` names what the data must hold."""
 
     def __init__(self, target: FrozenTarget, manifest: Manifest, source: str, layers: Sequence[int]) -> None:
         self._target = target
@@ -174,9 +153,7 @@ class Features:
     @torch.no_grad()
     def read(self, batch: Batch) -> tuple[dict[int, Tensor], Tensor]:
         """Hidden states [num_texts, num_tokens, hidden_size] by layer, and the logits [num_texts, num_tokens, vocab_size].
-
-        What was kept has no row for the last token; there the one before stands in, which nobody may read.
-        """
+        What was kept has no row for the last token; there the one before stands in, which nobody may read."""
         if not self._kept:
             return self._target.states(batch.token_ids, self._layers)
         states = {layer: _with_last(batch.rows[hidden_name(layer)]) for layer in self._layers}
@@ -201,11 +178,8 @@ def layers_to_read(target: FrozenTarget, asked: Sequence[int] | None, usual: Seq
 
 
 def head_layers(kind: str, target: FrozenTarget, feed_forward: int | None, count: int = 1) -> Any:
-    """transformers' configuration of so many layers of a kind in the target's sizes.
-
-    Args:
-        feed_forward: Units of the feed-forward part; None takes as many as the target has.
-    """
+    """transformers' configuration of so many layers of a kind in the target's sizes, with its feed-forward units unless
+    others are given."""
     theirs = target.model.config.get_text_config(decoder=True)
     heads = int(theirs.num_attention_heads)
     rotary = getattr(theirs, "rope_parameters", None) or {}

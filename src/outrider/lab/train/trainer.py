@@ -6,16 +6,16 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from outrider.config import ActivationsName, DTypeName
 from outrider.errors import InvalidParameterError, TrainingError
 from outrider.files import write_text, write_whole
 from outrider.lab.train.batches import Batch, Batches, Piece, TrainingData, in_turn
@@ -25,9 +25,6 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.settings import SpeculationConfig
 from outrider.results import RequestStats
-
-# --- The training loop: steps, measurements, checkpoints, and the end.
-
 
 #: What another step's seed is: far from those of neighbouring trainings.
 _SEED_STRIDE = 1_000_003
@@ -50,14 +47,6 @@ def main_process_first() -> AbstractContextManager[None]:
     return first
 
 
-class Verdict(Protocol):
-    """Runs the real engine with what a folder holds."""
-
-    def __call__(self, folder: Path) -> RequestStats:
-        """Returns what the engine counted."""
-        ...
-
-
 class Watcher:
     """Is told of the course of a training; a display overrides what it shows."""
 
@@ -69,14 +58,10 @@ class Watcher:
 
 
 class Trainer:
-    """Trains, measures and keeps the best; a training that was broken off goes on from its last checkpoint.
-
-    Every step depends on its number, the weights and the optimisers' state alone. So a training that was killed and goes on
-    comes to the same weights as one that was not, to the bit, on the same machine and number of devices.
-
-    Args:
-        verdict: Runs the real engine; None never does.
-    """
+    """Trains, measures and keeps the best; a training that was broken off goes on from its last checkpoint. Every step
+    depends on its number, the weights and the optimisers' state alone. So a training that was killed and goes on comes to
+    the same weights as one that was not, to the bit, on the same machine and number of devices. The judge runs the real
+    engine."""
 
     def __init__(
         self,
@@ -86,7 +71,7 @@ class Trainer:
         folder: Path,
         vocab_size: int,
         *,
-        verdict: Verdict | None = None,
+        judge: Judge | None = None,
         watcher: Watcher | None = None,
     ) -> None:
         from accelerate import Accelerator
@@ -99,7 +84,7 @@ class Trainer:
         self._data = data
         self._settings = settings
         self._folder = folder
-        self._verdict = verdict
+        self._judge = judge
         self._watcher = watcher if watcher is not None and self.is_main else Watcher()
         self._checkpoints = Checkpoints(folder / "checkpoints")
         self._batches = Batches(data.train, settings.batch_size, settings.seed)
@@ -116,18 +101,18 @@ class Trainer:
 
     def run(self) -> Progress:
         """Train to the end, or until held-out texts gain no more; the trainee then has its best weights."""
+        settings = self._settings
         progress = self._checkpoints.restore(self._trainee.module, self._own_optimisers)
         board = Board(self._folder) if self.is_main else None
         if not progress.measurements:
             progress = self._measured(progress, board)
             self._save(progress)
-        while progress.step < self._settings.steps and not self._is_over(progress):
+        while progress.step < settings.steps and not 0 < settings.patience <= progress.waited:
             progress = self._stepped(progress)
-            last = progress.step == self._settings.steps
-            is_due = last or progress.step % self._settings.evaluate_every == 0
+            is_due = progress.step == settings.steps or progress.step % settings.evaluate_every == 0
             if is_due:
                 progress = self._measured(progress, board)
-            if is_due or progress.step % self._settings.save_every == 0:
+            if is_due or progress.step % settings.save_every == 0:
                 self._save(progress)
         self._accelerator.wait_for_everyone()  # the main process writes the best weights
         self._checkpoints.load_best(self._trainee.module)
@@ -135,9 +120,6 @@ class Trainer:
         if board is not None:
             board.close()
         return progress
-
-    def _is_over(self, progress: Progress) -> bool:
-        return 0 < self._settings.patience <= progress.waited
 
     def _stepped(self, progress: Progress) -> Progress:
         """One step of the optimisers."""
@@ -240,11 +222,11 @@ class Trainer:
     def _judged(self, step: int) -> RequestStats | None:
         """Returns what the engine counts with the weights as they are, where it is due; in the main process alone."""
         every = self._settings.engine_every
-        if self._verdict is None or not self.is_main or (step and (not every or step % every)):
+        if self._judge is None or not self.is_main or (step and (not every or step % every)):
             return None
         folder = self._checkpoints.folder / f"engine-{step:08d}"
         self._trainee.save(folder)
-        return self._verdict(folder)
+        return self._judge(folder)
 
     def _save(self, progress: Progress) -> None:
         if self.is_main:
@@ -260,11 +242,8 @@ _BETAS = (0.9, 0.95)
 def make_optimisers(
     module: nn.Module, settings: TrainSettings, vocab_sizes: Collection[int]
 ) -> list[torch.optim.Optimizer]:
-    """Optimisers for the parameters that learn.
-
-    Muon makes the step of a matrix orthogonal, which suits maps between hidden states. A table with a row for each token is
-    none of these, and so takes AdamW, as vectors do.
-    """
+    """Optimisers for the parameters that learn. Muon makes the step of a matrix orthogonal, which suits maps between hidden
+    states. A table with a row for each token is none of these, and so takes AdamW, as vectors do."""
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in learning if parameter.ndim == 2 and not set(parameter.shape) & set(vocab_sizes)]
     chosen = {id(parameter) for parameter in matrices}
@@ -365,34 +344,30 @@ class Board:
 
 
 class Judge:
-    """Runs the engine on held-out prompts.
-
-    The chance that the token rule accepts, which is measured on texts, is exact for a single token and cheap. It does not
-    see how drafts of several tokens are verified, what the engine's own kernels compute, or whether what was written loads
-    at all. This does.
-    """
+    """Runs the engine on held-out prompts. It is loaded when it is first asked. The chance that the token rule accepts,
+    which is measured on texts, is exact for a single token and cheap. It does not see how drafts of several tokens are
+    verified, what the engine's own kernels compute, or whether what was written loads at all. This does, with the target
+    loaded as `how` says."""
 
     def __init__(
-        self,
-        target: str,
-        dtype: DTypeName,
-        activations: ActivationsName | None,
-        pieces: Sequence[Piece],
-        num_prompts: int,
-        params: SamplingParams,
-        num_draft_tokens: int,
+        self, target: str, how: Mapping[str, Any], trainee: Trainee, data: TrainingData, settings: TrainSettings
     ) -> None:
-        self._llm = LLM(target, speculation="none", dtype=dtype, activations=activations)
-        begun = [piece for piece in pieces if piece.num_prompt_tokens > 0]
-        self._prompts = [piece.token_ids[: piece.num_prompt_tokens].tolist() for piece in begun[:num_prompts]]
-        self._params = params
-        self._num_draft_tokens = num_draft_tokens
+        self._target, self._how, self._trainee, self._settings = target, how, trainee, settings
+        texts = data.manifest.settings
+        law = {name: getattr(texts, name) for name in ("temperature", "top_k", "top_p")}
+        self._params = SamplingParams(max_tokens=settings.engine_tokens, ignore_eos=True, **law)
+        begun = [piece for piece in data.held_out if piece.num_prompt_tokens > 0][: settings.engine_prompts]
+        self._prompts = [piece.token_ids[: piece.num_prompt_tokens].tolist() for piece in begun]
 
-    def judge(self, settings: dict[str, Any]) -> RequestStats:
-        """Returns what the engine counts where the method of these settings drafts."""
-        config = SpeculationConfig.of({**settings, "num_draft_tokens": self._num_draft_tokens})
+    @cached_property
+    def _llm(self) -> LLM:
+        return LLM(self._target, speculation="none", **self._how)
+
+    def __call__(self, folder: Path) -> RequestStats:
+        """Returns what the engine counts where that which a folder holds drafts."""
+        asked = {**self._trainee.speculation(folder), "num_draft_tokens": self._settings.num_draft_tokens}
         found = RequestStats()
-        outputs = self._llm.generate(self._prompts, self._params, speculation=config)
+        outputs = self._llm.generate(self._prompts, self._params, speculation=SpeculationConfig.of(asked))
         for output in outputs:
             if output.error is None:
                 found.add(output.stats)
@@ -403,7 +378,8 @@ class Judge:
 
     def close(self) -> None:
         """Free the engine."""
-        self._llm.close()
+        if "_llm" in vars(self):
+            self._llm.close()
 
 
 def by_position(stats: RequestStats) -> tuple[float, ...]:

@@ -13,9 +13,6 @@ from pydantic import BaseModel, ConfigDict
 from outrider.lab.measure.figures import Spread
 from outrider.propose.settings import PLAIN
 
-# --- Results of a tuning: predicted and measured figures, and the recommendation.
-
-
 #: A way must be expected to gain at least this factor over plain decoding to be recommended.
 PAYS_FROM = 1.02
 
@@ -97,11 +94,8 @@ def best(rows: list[Row]) -> Row:
 
 
 def recommend(winner: Row, again: Spread | None, concurrency: int) -> Recommendation:
-    """Returns what to say of the winner.
-
-    Args:
-        again: Its speedup in rounds of its own, which nobody chose it by; None where nothing is measured.
-    """
+    """Returns what to say of the winner. Its speedup is that of rounds of its own, which nobody chose it by; None where
+    nothing is measured."""
     at = f"at {concurrency} {'text' if concurrency == 1 else 'texts'} at a time"
     if winner.plain:
         return _plainly(f"Decode plainly {at}: no way to draft is expected to gain.", measured=winner.measured is not None)

@@ -68,11 +68,8 @@ class ShadowScorer:
         self._scored: dict[int, list[Scored]] = {}
 
     def score(self, config: SpeculationConfig, proposer: Proposer | None) -> Shadow | None:
-        """Returns what drafts of these settings would have been worth; None where text alone cannot tell.
-
-        Args:
-            proposer: Of its method; None for plain decoding.
-        """
+        """Returns what drafts of these settings would have been worth; None where text alone cannot tell. Plain decoding
+        has no proposer."""
         if config.method is None or proposer is None:
             count = self._num_tokens
             return Shadow(count, float(count), 0.0, 0.0)
@@ -143,11 +140,8 @@ class ShadowScorer:
 
 
 def _chances(ours: Scored, theirs: Scored, *, sure: bool) -> Callable[[int, int], float]:
-    """The chance that one of so many siblings stood at a place, where all before it stood.
-
-    Args:
-        sure: Whether drafts take the likeliest tokens instead of drawing them.
-    """
+    """The chance that one of so many siblings stood at a place, where all before it stood. Drafts that are sure take the
+    likeliest tokens instead of drawing them."""
     if sure:
         return lambda place, width: float(theirs.ranks[place] < width)
     ratios = [min(1.0, q / max(p, 1e-9)) for p, q in zip(ours.probs, theirs.probs, strict=True)]
@@ -155,11 +149,7 @@ def _chances(ours: Scored, theirs: Scored, *, sure: bool) -> Callable[[int, int]
 
 
 def expected_passes(stands: Callable[[int, int], float], widths: Sequence[int], length: int) -> tuple[float, float, float]:
-    """Returns what writing a text is expected to take.
-
-    Returns:
-        (passes, draft tokens, levels)
-    """
+    """Returns what writing a text is expected to take: (passes, draft tokens, levels)."""
     begins = [0.0, 1.0] + [0.0] * length  # how often a pass begins at each place
     passes = rows = levels = 0.0
     for place in range(1, length):

@@ -42,11 +42,7 @@ class Traffic:
 
 
 def sample_traffic(encoder: PromptEncoder, limit: int, max_tokens: int) -> Traffic:
-    """The prompts of the benchmark, where the user gives none.
-
-    Args:
-        limit: The most tokens of a text, with its prompt.
-    """
+    """The prompts of the benchmark, where the user gives none. A text has `limit` tokens at most, with its prompt."""
     together = zip(*(built_in(name) for name in _WORKLOADS), strict=False)
     texts = [(task.name, encoder.encode(task.prompt)[1]) for tasks in together for task in tasks]
     fitting = [EncodedTask(name, ids, max_tokens) for name, ids in texts if len(ids) + max_tokens <= limit]
@@ -57,11 +53,7 @@ def sample_traffic(encoder: PromptEncoder, limit: int, max_tokens: int) -> Traff
 
 
 def recorded_traffic(folder: Path, limit: int, max_tokens: int) -> Traffic:
-    """The held-out prompts of a folder of data, which no training has learnt from.
-
-    Args:
-        limit: The most tokens of a text, with its prompt.
-    """
+    """The held-out prompts of a folder of data, which no training has learnt from, within `limit` tokens."""
     texts = []
     for place, record in enumerate(read_records(folder, read_manifest(folder))):
         count = record.num_prompt_tokens
@@ -75,12 +67,8 @@ def recorded_traffic(folder: Path, limit: int, max_tokens: int) -> Traffic:
 
 
 def read_traffic(path: Path, encoder: PromptEncoder, limit: int, max_tokens: int, *, recorded: bool) -> Traffic:
-    """Read a JSONL file. Lines that cannot be used are named, and the others are used.
-
-    Args:
-        path: The file: {"prompt": "..."} or {"messages": [...]} a line. "max_tokens" may stand beside it.
-        limit: The most tokens of a text, with its prompt.
-    """
+    """Read a JSONL file: {"prompt": "..."} or {"messages": [...]} a line, and "max_tokens" may stand beside it. Lines that
+    cannot be used are named, and the others are used. A text has `limit` tokens at most, with its prompt."""
     field = "log" if recorded else "traffic"
     texts: list[EncodedTask] = []
     bad: list[str] = []

@@ -15,9 +15,9 @@ from outrider.govern.costs import CostModel, CostTable
 from outrider.lab.doctor.measure import pass_seconds
 from outrider.lab.measure import machine
 from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
-from outrider.lab.measure.figures import Progress
 from outrider.lab.measure.machine import LoadWatch
-from outrider.lab.measure.writing import EncodedTask, Run, believed_rounds, believed_speedup, interleave, ours
+from outrider.lab.measure.progress import Progress, clock
+from outrider.lab.measure.writing import EncodedTask, Run, believed_rounds, believed_speedup, interleave, mean_length, ours
 from outrider.lab.tune.results import Recommendation, Row, TuningResults, best, nothing_known, recommend
 from outrider.lab.tune.shadow import Shadow, ShadowScorer
 from outrider.lab.tune.traffic import Traffic
@@ -27,9 +27,6 @@ from outrider.propose.base import Proposer
 from outrider.propose.compositions import Composition
 from outrider.propose.draft_model import DraftModelProposer
 from outrider.propose.settings import SpeculationConfig
-
-# --- A whole tuning: replay the traffic, predict from what was written, recommend.
-
 
 _WARM_UP_TOKENS = 4
 #: Rounds that every way writes at least.
@@ -142,7 +139,7 @@ class Tuner:
             found = clearly_best(runs, plain) if num_rounds >= _LEAST_ROUNDS else list(runs)
             if num_rounds == 1 and len(rounds) > 1:
                 left = (perf_counter() - begun) * (len(rounds) - 1)
-                self._say(f"the first of {len(rounds)} rounds is over: the others take {_clock(left)} at most")
+                self._say(f"the first of {len(rounds)} rounds is over: the others take {clock(left)} at most")
             if len(found) == 1 and num_rounds < len(rounds):
                 self._say(f"{found[0]} is clearly the best after {num_rounds} of {len(rounds)} rounds")
             going = [] if len(found) == 1 else [plain, *(name for name in found if name != plain)]
@@ -175,7 +172,7 @@ class Tuner:
     def _predict(self, texts: Sequence[EncodedTask]) -> dict[str, Prediction]:
         """Predicts the gain of each way that text alone tells something of."""
         self._progress.expect("predicting", len(self._ways) + 1)
-        context = int(fmean(len(text.prompt_ids) + text.max_tokens / 2 for text in texts))
+        context = int(mean_length(texts))
         scorer = ShadowScorer(self._llm.engine, texts, self._plan.temperature)
         table = self._costs(context)
         self._progress.advance()
@@ -203,11 +200,11 @@ class Tuner:
 
     def _passes(self, runner: ModelRunner, context: int) -> dict[int, float]:
         """The times of passes. Where they cannot be believed, this is noted."""
-        found = pass_seconds(runner, context)
-        if found.doubt is not None:
-            self._doubts.append(f"predictions were disturbed: {found.doubt}.")
+        found, doubt = pass_seconds(runner, context)
+        if doubt is not None:
+            self._doubts.append(f"predictions were disturbed: {doubt}.")
             self._remarks.append(self._doubts[-1])
-        return found.seconds
+        return found
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -253,10 +250,6 @@ def clearly_best(runs: Mapping[str, list[Run]], plain: str) -> list[str]:
     return [name for name in spreads if name not in known or known[name].high >= floor]
 
 
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
 def _impossible(names: Sequence[str]) -> str:
     said = "more than its tokens a pass" if len(names) == 1 else "more than their tokens a pass"
     return f"{', '.join(names)} gained {said}, which cannot be: other work disturbed the measurement."
@@ -285,18 +278,14 @@ _TRIED_WITH_4_BITS = ("draft_model k=3", "draft_model k=4")
 
 
 def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[DecodingConfig]:
-    """The ways to try, plain decoding first.
-
-    Args:
-        draft_model: For the ways that need one and name none; None where there is none.
-    """
+    """The ways to try, plain decoding first. The draft model is for the ways that need one and name none."""
     chosen = names or [name for name in USUAL if draft_model is not None or not name.startswith("draft_model")]
     ways = parse_ways(chosen, draft_model)
     target = llm.engine.runner.loaded
     like: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
     if draft_model is not None and not names and usual_draft_rounding(ModelConfig(model=draft_model, **like)) == "int8":
         ways += [_with_4_bits(way) for way in ways if way.name in _TRIED_WITH_4_BITS]
-    return [_resolved(llm, way) for way in ways]
+    return [replace(way, config=llm.resolve(way.config)) for way in ways]
 
 
 def _with_4_bits(way: DecodingConfig) -> DecodingConfig:
@@ -304,10 +293,6 @@ def _with_4_bits(way: DecodingConfig) -> DecodingConfig:
     assert way.config.method is not None
     method = way.config.method.replace(quantization="int4")
     return DecodingConfig(f"{way.name} int4", way.config.replace(method=method))
-
-
-def _resolved(llm: LLM, way: DecodingConfig) -> DecodingConfig:
-    return replace(way, config=llm.resolve(way.config))
 
 
 # --- Predicts speedups from shadow acceptance and the times of passes.
