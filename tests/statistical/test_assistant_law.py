@@ -12,7 +12,7 @@ from tests.model.test_assistants import mended_configurations, save_assistant
 from tests.statistical import planted
 
 from outrider.lab.prove.engine import BOUND, EngineProof
-from outrider.lab.prove.settings import HEADS, LOOKUP, Setting
+from outrider.lab.prove.settings import HEADS, LOOKUP, Setting, behind, in_ways, one
 from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.propose.assistant import AssistantProposer
 
