@@ -62,6 +62,10 @@ def train(method: str, target: str, data: Path, out: Path, *words: Any) -> Resul
         ("eagle3", ("--draft-vocab", "20", "--unroll", "2", "--layers", "1,3", "--loss", "accepted_length")),
         ("mtp", ("--unroll", "2")),
         ("dflash", ("--block-size", "3", "--own-layers", "1", "--layers", "2,3", "--mask-token", "7")),
+        (
+            "dspark",
+            ("--block-size", "2", "--own-layers", "1", "--markov-rank", "4", "--markov-head", "gated", "--no-confidence"),
+        ),
     ],
 )
 def test_a_method_is_trained(target: str, data: Path, tmp_path: Path, method: str, words: tuple[str, ...]) -> None:

@@ -203,7 +203,7 @@ def _heads_command(method: str, says: str, **own: tuple[Any, Any]) -> Any:
         check_installed()
         from outrider.lab.train.run import head_learning, train_heads
 
-        usual = given["heads"] if "heads" in given else max(1, given.get("block_size", 0) - 1)  # as many as it drafts
+        usual = given["heads"] if "heads" in given else max(1, given.get("block_size", 0) - (method == "dflash"))
         job = training.job(given.pop("num_draft_tokens", usual))
         asked = {name: _numbers(name, value) if name == "layers" else value for name, value in given.items()}
         heads = head_learning(method, {"loss": training.loss, **asked})
@@ -271,15 +271,30 @@ mtp = _heads_command(
     unroll=_UNROLL,
     num_draft_tokens=_LENGTH,
 )
+_BLOCK = {
+    "layers": _own(str | None, "It reads what enters these layers; up to five unless given."),
+    "own_layers": _own(int, "Layers of its own.", 2),
+    "mask_token": _own(int | None, "Stands for tokens to be drafted; the rarest of the data unless given."),
+    "blocks": _own(int, "Most blocks of a text in a batch.", 32),
+    "feed_forward": _FEED_FORWARD,
+}
 dflash = _heads_command(
     "dflash",
     "Train layers that draft a block of tokens in one pass (DFlash, 2026).",
-    layers=_own(str | None, "It reads what enters these layers; up to five unless given."),
-    own_layers=_own(int, "Layers of its own.", 2),
     block_size=_own(int, "Rows of a block: it drafts one token less in a pass.", 8),
-    mask_token=_own(int | None, "Stands for tokens to be drafted; the rarest of the data unless given."),
-    blocks=_own(int, "Most blocks of a text in a batch.", 32),
-    feed_forward=_FEED_FORWARD,
+    **_BLOCK,
+)
+dspark = _heads_command(
+    "dspark",
+    "Train layers that draft a block in one pass, and heads that choose its tokens in turn (DSpark, Cheng et al. 2026).",
+    block_size=_own(int, "Rows of a block: it drafts as many tokens in a pass.", 7),
+    markov_rank=_own(int, "Width of the head by which the token before a place biases it.", 256),
+    markov_head=_own(
+        str, "vanilla: it reads that token; gated: the state of the place, too; rnn: all tokens before.", "vanilla"
+    ),
+    confidence=_own(bool, "Whether it learns how likely the token of a place stands.", True),
+    cross_entropy=_own(float, "Share of the loss that cross entropy has.", 0.1),
+    **_BLOCK,
 )
 
 

@@ -1,22 +1,33 @@
-"""Trains block drafters (DFlash, 2026)."""
+"""Trains block drafters (DFlash and DSpark, 2026)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy
 
 from outrider.errors import InvalidParameterError
-from outrider.heads.block_networks import BlockHeadConfig, BlockHeadNetwork, BlockLayer, BlockReach
+from outrider.heads.block_networks import (
+    BlockHeadConfig,
+    BlockHeadNetwork,
+    BlockLayer,
+    BlockReach,
+    JudgeInput,
+    MarkovKind,
+    MarkovShape,
+)
 from outrider.heads.formats.published import PublishedHead
 from outrider.heads.lone import RotaryFactors
 from outrider.heads.networks import TargetHead
-from outrider.lab.train.features import Design, OwnLayerSettings, published_design
-from outrider.lab.train.settings import token_counts
+from outrider.lab.train.batches import Batch
+from outrider.lab.train.features import LOSS_NAMES, Design, OwnLayerSettings, TrainedFeatureHead, published_design
+from outrider.lab.train.settings import LossName, Trainee, TrainSettings, depth_loss, shifted, token_counts
 from outrider.lab.train.target import FrozenTarget, head_layers, layers_to_read
 from outrider.records import Manifest
 
@@ -27,7 +38,7 @@ _MOST_READ = 5
 class DflashSettings(OwnLayerSettings):
     """A block drafter."""
 
-    method: Literal["dflash"] = "dflash"
+    method: Literal["dflash", "dspark"] = "dflash"
     # The target's layers whose inputs it reads, in ascending order; None takes up to five, evenly spread.
     layers: tuple[int, ...] | None = Field(None, description="Use ascending layer numbers, or None.")
     own_layers: int = Field(2, ge=1, le=16, description="Use 1 to 16.")  # layers of its own
@@ -39,6 +50,21 @@ class DflashSettings(OwnLayerSettings):
     blocks: int = Field(32, ge=1, description="Use 1 or more.")
 
     def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
+        config, mask = self._config(target, manifest, data)
+        network = BlockHeadNetwork(config, own_embedding=False, own_output=False)
+        module = TextBlocks(network, target.embed(torch.tensor(mask, device=target.device)).float())
+        facts = {"layers of its own": self.own_layers, "rows of a block": self.block_size, "mask token": mask}
+        drafted = config.num_places
+        head = PublishedHead("", config, network, None)
+        return published_design(head, self._form, target, module, drafted, most=drafted, rows=self.blocks, facts=facts)
+
+    @property
+    def _form(self) -> str:
+        """The family of formats in which it is written."""
+        return "z-lab"
+
+    def _config(self, target: FrozenTarget, manifest: Manifest, data: Path) -> tuple[BlockHeadConfig, int]:
+        """The description of the head, and its mask token."""
         layers = layers_to_read(target, self.layers, _usual_layers(target.num_layers))
         mask = self._mask_token(target, manifest, data)
         config = BlockHeadConfig(
@@ -54,12 +80,7 @@ class DflashSettings(OwnLayerSettings):
             mask_token_id=mask,
             reaches=(BlockReach(),) * self.own_layers,
         )
-        network = BlockHeadNetwork(config, own_embedding=False, own_output=False)
-        module = TextBlocks(network, target.embed(torch.tensor(mask, device=target.device)).float())
-        facts = {"layers of its own": self.own_layers, "rows of a block": self.block_size, "mask token": mask}
-        drafted = self.block_size - 1
-        head = PublishedHead("", config, network, None)
-        return published_design(head, "z-lab", target, module, drafted, most=drafted, rows=self.blocks, facts=facts)
+        return config, mask
 
     def _mask_token(self, target: FrozenTarget, manifest: Manifest, data: Path) -> int:
         """The one that is asked for, or the rarest; of equally rare ones that with the highest number, since tokens that no
@@ -71,6 +92,66 @@ class DflashSettings(OwnLayerSettings):
             problem = f"no token of the {target.vocab_size} of the target"
             raise InvalidParameterError("mask_token", self.mask_token, problem, f"Use 0 to {target.vocab_size - 1}.")
         return self.mask_token
+
+
+class DsparkSettings(DflashSettings):
+    """A block drafter whose tokens are chosen from left to right."""
+
+    method: Literal["dflash", "dspark"] = "dspark"
+    loss: LossName | Literal["accepted_length"] = Field("total_variation", description=LOSS_NAMES)
+    markov_rank: int = Field(256, ge=1, description="Use 1 or more.")  # width between the matrices of the sequential head
+    # What a place depends on: the token before it, that and its own state, or all tokens of the block before it.
+    markov_head: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="Use vanilla, gated or rnn.")
+    # Whether it learns how likely the token of a place stands.
+    confidence: bool = True
+    # Share of the loss that cross entropy has, against the tokens of the texts.
+    cross_entropy: float = Field(0.1, ge=0.0, le=1.0, description="Use 0 to 1.")
+
+    def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
+        torch.manual_seed(settings.seed)
+        return TrainedSequentialHead(target, manifest, self, self.design(target, manifest, data), settings)
+
+    @property
+    def _form(self) -> str:
+        return "speculators"
+
+    def _config(self, target: FrozenTarget, manifest: Manifest, data: Path) -> tuple[BlockHeadConfig, int]:
+        config, mask = super()._config(target, manifest, data)
+        small: dict[str, Any] = {
+            "markov": MarkovShape(MarkovKind(self.markov_head), self.markov_rank),
+            "judge": JudgeInput.STATE_AND_TOKEN if self.confidence else None,
+        }
+        return replace(config, from_anchor=True, **small), mask
+
+
+class TrainedSequentialHead(TrainedFeatureHead):
+    """A head of DSpark in training.
+
+    Its loss is that of Cheng et al. (2026): a divergence, cross entropy with the tokens of the texts, and for the
+    confidence head binary cross entropy with the chance that the token rule accepts.
+    """
+
+    def __init__(
+        self, target: FrozenTarget, manifest: Manifest, learning: DsparkSettings, design: Design, settings: TrainSettings
+    ) -> None:
+        super().__init__(target, manifest, learning, design, settings)
+        self._cross_entropy = learning.cross_entropy
+        self._chances: list[Tensor] = []  # by depth, what the confidence head said in the last pass
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        depths, said = self.drafted(module, batch, learn=True)
+        share = self._cross_entropy
+        total = (1.0 - share) * depth_loss(self.loss_name, depths, said, self.decay)
+        total = total + share * depth_loss("cross_entropy", depths, said, self.decay)
+        for place, (depth, chances) in enumerate(zip(depths, self._chances, strict=False)):  # where it guesses them
+            if len(chances):
+                stands = said.overlap(depth).detach()
+                total = total + self.decay**place * binary_cross_entropy(chances, stands)
+        return total
+
+    def _through(self, module: nn.Module, batch: Batch, embeddings: Tensor, hidden: list[Tensor], wanted: Any) -> Any:
+        logits, self._chances = module(embeddings, hidden, wanted, self._target.head, batch.token_ids)
+        return logits
 
 
 def _usual_layers(count: int) -> tuple[int, ...]:
@@ -86,8 +167,8 @@ def _usual_layers(count: int) -> tuple[int, ...]:
 class TextBlocks(nn.Module):
     """A block drafter in training.
 
-    A block begins with a token of the text. Its row r drafts the token that is r tokens ahead of that one. Rows see the
-    text before the block and all rows of the block.
+    A block begins with a token of the text. Its row r drafts the token that is r tokens ahead of that one, or r + 1 where
+    the first row drafts, too. Rows see the text before the block and all rows of the block.
 
     Args:
         mask: [hidden_size] the embedding of the mask token.
@@ -101,21 +182,49 @@ class TextBlocks(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(
-        self, embeddings: Tensor, hidden: list[Tensor], wanted: Sequence[Tensor], target_head: TargetHead
-    ) -> list[Tensor]:
-        """Logits [n, vocab_size] of the draft tokens of each depth; see `Design`."""
-        size = self.network.config.block_size
+        self,
+        embeddings: Tensor,
+        hidden: list[Tensor],
+        wanted: Sequence[Tensor],
+        target_head: TargetHead,
+        token_ids: Tensor | None = None,
+    ) -> Any:
+        """Logits [n, vocab_size] of the draft tokens of each depth; see `Design`. Given the tokens of the texts
+        [num_texts, num_tokens], what a sequential head makes of the logits, and the chances that the head guesses, [n] by
+        depth; there are none where it guesses none."""
         places = _places(wanted[0])
+        rows = self._rows(embeddings, hidden, places)[:, :, self.network.ahead :]
+        asked = [_taken(each, places) & (places > 0) for each in wanted]
+        logits = [self.network.logits(rows[:, :, depth][own], target_head) for depth, own in enumerate(asked)]
+        return logits if token_ids is None else self._in_turn(rows, places, asked, logits, token_ids)
+
+    def _in_turn(
+        self, rows: Tensor, places: Tensor, asked: Sequence[Tensor], logits: list[Tensor], token_ids: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns what the sequential and the confidence head say of each depth, behind the tokens of the texts."""
+        markov, judge = self.network.markov_head, self.network.confidence_head
+        assert markov is not None
+        state = markov.begin(rows).expand(places.numel(), -1)
+        biased, chances = list[Tensor](), list[Tensor]()
+        for depth, own in enumerate(asked):
+            states = self.network.output_states(rows[:, :, depth]).flatten(0, 1)
+            step = markov(_taken(shifted(token_ids, depth), places).flatten(), states, state)
+            state, chosen = step.states, own.flatten()
+            biased.append(logits[depth] + step.bias[chosen])
+            if judge is not None:
+                chances.append(judge(states[chosen], step.embeddings[chosen]))
+        return biased, chances
+
+    def _rows(self, embeddings: Tensor, hidden: list[Tensor], places: Tensor) -> Tensor:
+        """Returns what the layers leave of all rows of blocks [num_texts, most, block_size, hidden_size]."""
+        size = self.network.config.block_size
         features = self.network.fuse(hidden)
         rows = torch.stack([_taken(embeddings, places), *[self.mask.expand(*places.shape, -1)] * (size - 1)], 2)
         rotary = RotaryFactors(self.network.config.layer, rows.device)
         tables = rotary.at(range(embeddings.shape[1] + size), torch.float32)
         for layer in self.network.stack:
             rows = _through(layer, rows, features, places, tables)
-        return [
-            self.network.logits(rows[:, :, depth][_taken(asked, places) & (places > 0)], target_head)
-            for depth, asked in enumerate(wanted, 1)
-        ]
+        return rows
 
 
 def _places(begun: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from outrider.lab.train.target import Features, FrozenTarget, head_layers, layer
 from outrider.loading.sources import WHOLE
 from outrider.records import Manifest
 
-_LOSSES = "Use forward_kl, reverse_kl, jsd, total_variation, cross_entropy or accepted_length."
+LOSS_NAMES = "Use forward_kl, reverse_kl, jsd, total_variation, cross_entropy or accepted_length."
 
 
 class Design(NamedTuple):
@@ -85,7 +85,7 @@ class FeatureHeadSettings(HeadLearning):
     """Holds what a head learns; a subclass for each method says which head."""
 
     # How far its probabilities are from the target's.
-    loss: LossName | Literal["accepted_length"] = Field("forward_kl", description=_LOSSES)
+    loss: LossName | Literal["accepted_length"] = Field("forward_kl", description=LOSS_NAMES)
     # What the loss of a draft token counts, relative to the one before.
     decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
 
@@ -152,9 +152,13 @@ class TrainedFeatureHead(HeadTrainee):
             chosen = (_any_rows if learn else _even_rows)(chosen, self._design.rows)
         wanted = [rows_of(ahead) & chosen for ahead in range(1, depth + 1)]
         hidden = [states[layer].float() for layer in self._design.layers]
-        drafted = module(embeddings, hidden, wanted, self._target.head)
+        drafted = self._through(module, batch, embeddings, hidden, wanted)
         depths = [Depth(own, rows, ahead) for ahead, (own, rows) in enumerate(zip(drafted, wanted, strict=True), 1)]
         return depths, Said(batch, logits, self._temperature, self._tokens)
+
+    def _through(self, module: nn.Module, batch: Batch, embeddings: Tensor, hidden: list[Tensor], wanted: Any) -> Any:
+        """Logits [n, draft_vocab_size] by depth; see `Design`."""
+        return module(embeddings, hidden, wanted, self._target.head)
 
 
 def _any_rows(rows: Tensor, most: int) -> Tensor:

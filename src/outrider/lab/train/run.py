@@ -18,7 +18,7 @@ from outrider.files import write_text
 from outrider.lab.economics import expected_tokens
 from outrider.lab.train import trainer as curves
 from outrider.lab.train.batches import load_data
-from outrider.lab.train.blocks import DflashSettings
+from outrider.lab.train.blocks import DflashSettings, DsparkSettings
 from outrider.lab.train.checkpoint import Measurement, Progress
 from outrider.lab.train.distill import DistilledDraft, DistillSettings, Shape, draft_to_begin_with
 from outrider.lab.train.features import Eagle1Settings, Eagle3Settings, MtpSettings
@@ -205,6 +205,7 @@ _LEARNING: dict[str, Any] = {
     "eagle1": Eagle1Settings,
     "eagle3": Eagle3Settings,
     "dflash": DflashSettings,
+    "dspark": DsparkSettings,
     "mtp": MtpSettings,
 }
 
