@@ -179,6 +179,6 @@ def _usage(told: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": told["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": told["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": told.get("completion_tokens_details", {}).get("reasoning_tokens", 0)},
         "total_tokens": told["total_tokens"],
     }

@@ -11,6 +11,7 @@ from outrider.config import Refusal
 from outrider.conversations import reads, shown_names
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from outrider.server.schemas import IGNORED, SAME, ChatRequest, Shape, Turn
+from outrider.server.thoughts import thinking_field
 
 # --- Shapes of requests.
 
@@ -294,12 +295,11 @@ def _thinking(asked: ResponsesRequest, template: str, ignored: set[str]) -> dict
         return {}
     if reads(template, "reasoning_effort"):
         return {"reasoning_effort": wish.effort}
-    variables = [name for name in ("enable_thinking", "thinking") if reads(template, name)]
     given = (asked.model_extra or {}).get("chat_template_kwargs")
-    if not variables or (given is not None and not isinstance(given, dict)):
+    found = thinking_field(template, given, thinks=wish.effort not in ("none", "minimal"))
+    if not found:
         ignored.add("reasoning.effort")
-        return {}
-    return {"chat_template_kwargs": {**dict.fromkeys(variables, wish.effort not in ("none", "minimal")), **(given or {})}}
+    return found
 
 
 def told_back(asked: ResponsesRequest) -> Iterator[tuple[str, Any]]:
