@@ -129,6 +129,8 @@ def test_other_apis_have_structures_behind_thoughts(thinker: Thinker) -> None:
     output = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
     found = client.messages.create(model="thinker", messages=prompt, max_tokens=200, extra_body={**output, **more})
     assert [block.type for block in found.content] == ["thinking", "text"]
+    assert found.usage.output_tokens_details is not None
+    assert 0 < found.usage.output_tokens_details.thinking_tokens < found.usage.output_tokens
     assert json.loads(found.content[1].text)["a"] in (1, 22)  # type: ignore[union-attr]
     tools: Any = [{"name": "stop", "input_schema": {"type": "object"}}]
     called = client.messages.create(

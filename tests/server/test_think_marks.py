@@ -92,7 +92,7 @@ def test_a_parser_says_more_than_the_template(template: str, form: Any, begin: s
 
 
 def test_a_parser_of_another_name_is_answered_with_the_list() -> None:
-    with pytest.raises(InvalidParameterError, match="deepseek, deepseek_r1, .*, none, openai_gptoss, qwen3"):
+    with pytest.raises(InvalidParameterError, match=r"deepseek, deepseek_r1, .*, none, openai_gptoss, qwen3"):
         ServerSettings(model_name="x", reasoning_parser="r1")  # type: ignore[arg-type]
 
 
