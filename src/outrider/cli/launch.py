@@ -59,6 +59,7 @@ def _codex(place: Place) -> Settings:
     given = {
         "model_provider": "outrider", f"{own}.name": "Outrider", f"{own}.base_url": f"{place.url}/v1",
         f"{own}.wire_api": "responses", f"{own}.env_key": "OUTRIDER_API_KEY",
+        "web_search": "disabled",  # which OpenAI's servers would do
     }  # fmt: skip
     written = [f"{name}={json.dumps(value)}" for name, value in given.items()]  # which TOML reads alike
     arguments = [part for each in [*written, f"model_context_window={place.max_model_len}"] for part in ("-c", each)]
