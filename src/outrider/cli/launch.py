@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
+from pathlib import Path
 from typing import IO, Annotated, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -23,6 +24,8 @@ import typer
 from outrider.errors import ContradictionError, EngineAnswerError, InvalidParameterError
 
 _URL = "http://127.0.0.1:8000"
+#: What starts a server.
+_SERVE = (sys.executable, "-m", "outrider", "serve")
 #: How long a server that runs may take to say what it serves.
 _SECONDS = 10.0
 #: How long a server that was started here may take to end.
@@ -177,17 +180,10 @@ def _ended_with_this() -> Iterator[None]:
 @contextmanager
 def _server(model: str, options: list[str]) -> Iterator[str]:
     """A server with a model for as long as the block runs; its address. What it writes is for a file, since the terminal
-    belongs to the program. A port of its own keeps it out of the way of others."""
-    command = [
-        sys.executable,
-        "-m",
-        "outrider",
-        "serve",
-        model,
-        *([] if "--port" in options else ["--port", "0"]),
-        *options,
-    ]
-    typer.echo(f"outrider: starts {shlex.join(command[3:])}", err=True)
+    belongs to the program. It takes a free port, unless its options name one, and of a file the name is the model's."""
+    own = ["--port", "0", *(["--served-model-name", Path(model).stem] if Path(model).is_file() else [])]
+    command = [*_SERVE, model, *own, *options]
+    typer.echo(f"outrider: starts outrider serve {shlex.join(command[len(_SERVE) :])}", err=True)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         # In a session of its own, Ctrl-C in the terminal does not reach it.
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
