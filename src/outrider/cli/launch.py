@@ -28,6 +28,8 @@ _URL = "http://127.0.0.1:8000"
 _SERVE = (sys.executable, "-m", "outrider", "serve")
 #: How long a server that runs may take to say what it serves.
 _SECONDS = 10.0
+#: How long a program may wait for the first word of an answer.
+_PATIENCE_MS = 3_600_000
 #: How long a server that was started here may take to end.
 _END_SECONDS = 40.0
 
@@ -53,8 +55,12 @@ class Settings:
 def _claude(place: Place) -> Settings:
     models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{size}_MODEL" for size in ("HAIKU", "SONNET", "OPUS")))
     reached = {"ANTHROPIC_BASE_URL": place.url, "ANTHROPIC_AUTH_TOKEN": place.key}
-    # Nothing is asked of Anthropic's own servers.
-    return Settings({**reached, **dict.fromkeys(models, place.model), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"})
+    habits = {
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",  # nothing is asked of Anthropic's own servers
+        # It leaves after five minutes without a word, and its first prompt may take a processor longer.
+        **dict.fromkeys(("CLAUDE_STREAM_IDLE_TIMEOUT_MS", "API_TIMEOUT_MS"), str(_PATIENCE_MS)),
+    }
+    return Settings({**reached, **dict.fromkeys(models, place.model), **habits})
 
 
 def _codex(place: Place) -> Settings:
