@@ -226,6 +226,7 @@ def measure(found: dict[str, Contestant], rounds: int, num_turns: int, max_token
     for number in range(rounds):
         for name in list(found)[:: 1 if number % 2 else -1]:
             runs[name].append(found[name].play(number, num_turns, max_tokens))
+            print(f"round {number + 1}, {name}: {sum(each.seconds for each in runs[name][-1]):.0f} s", flush=True)
     plain = runs.get("outrider, none")
     return {name: _figures(its, plain) for name, its in runs.items()}
 
