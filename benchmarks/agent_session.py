@@ -52,13 +52,14 @@ EDITS = (
 
 
 def _tool(name: str, description: str, *fields: str) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {each: {"type": "string"} for each in fields}, "required": list(fields)}
+    properties = {each: {"type": "string"} for each in fields}
+    schema = {"type": "object", "properties": properties, "required": list(fields), "additionalProperties": False}
     return {"name": name, "description": description, "input_schema": schema}
 
 
 TOOLS = [
     _tool("read_file", "Reads a file of the repository.", "path"),
-    _tool("write_file", "Writes a file of the repository, whole.", "path", "content"),
+    _tool("write_file", "Writes a file of the repository. The content is the whole new text of it.", "path", "content"),
     _tool("run_tests", "Runs the tests of a file.", "path"),
 ]
 
@@ -82,13 +83,13 @@ class _Recording:
     def user(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
 
-    def call(self, name: str, result: str, predicted: str | None = None, **arguments: str) -> None:
-        """A turn in which the model calls a tool."""
+    def call(self, name: str, result: str, then: str, predicted: str | None = None, **arguments: str) -> None:
+        """A turn in which the model calls a tool; with its result it is told what comes then."""
         self.turns.append(Turn(list(self.messages), name, predicted))
         place = f"toolu_{len(self.turns)}"
         called = {"type": "tool_use", "id": place, "name": name, "input": arguments}
-        told = {"type": "tool_result", "tool_use_id": place, "content": result}
-        self.messages += [{"role": "assistant", "content": [called]}, {"role": "user", "content": [told]}]
+        told = [{"type": "tool_result", "tool_use_id": place, "content": result}, {"type": "text", "text": then}]
+        self.messages += [{"role": "assistant", "content": [called]}, {"role": "user", "content": told}]
 
     def say(self, text: str) -> None:
         """A turn in which it says something."""
@@ -106,12 +107,14 @@ def session() -> tuple[Turn, ...]:
         once = source.replace(*first)
         task = f"In {path}, rename `{first[0]}` to `{first[1]}`. Read the file, write it whole, and run its tests."
         record.user(task)
-        record.call("read_file", source, path=path)
-        record.call("write_file", f"{path}: {len(once)} characters written", source, path=path, content=once)
-        record.call("run_tests", f"1 failed: no `{second[1]}` in {path}. Rename `{second[0]}` to `{second[1]}`.", path=path)
+        change = "Write the whole file again, every line of it, with `{}` in place of `{}` and nothing else changed."
+        record.call("read_file", source, change.format(*reversed(first)), path=path)
+        record.call("write_file", f"{len(once)} characters written", "Run the tests.", source, path=path, content=once)
+        failed = f"1 failed, 11 passed: there is no `{second[1]}` in {path}"
+        record.call("run_tests", failed, change.format(*reversed(second)), path=path)
         twice = once.replace(*second)
-        record.call("write_file", f"{path}: {len(twice)} characters written", once, path=path, content=twice)
-        record.call("run_tests", "12 passed", path=path)
+        record.call("write_file", f"{len(twice)} characters written", "Run the tests.", once, path=path, content=twice)
+        record.call("run_tests", "12 passed", "Say what you have done.", path=path)
         record.say(f"`{first[0]}` and `{second[0]}` have their new names in {path}, and all tests pass.")
     return tuple(record.turns)
 

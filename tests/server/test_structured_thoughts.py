@@ -58,7 +58,10 @@ class Thinker:
         return answer
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["text", "special"])
+_SPECIAL = pytest.mark.by_change("src/outrider/server/thoughts.py", "src/outrider/structured/")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(False, id="text"), pytest.param(True, id="special", marks=_SPECIAL)])
 def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thinker]:
     folder, begin, end = save_thinker(tmp_path_factory.mktemp("thinker"), special=request.param)
     with running(folder, "--method", "suffix", "--served-model-name", "thinker") as server:

@@ -112,7 +112,7 @@ class FunctionTool(Turn):
         return ("function",)
 
 
-class ToolShape(FunctionTool):
+class ResponseTool(FunctionTool):
     """The same, or several functions that have a namespace of their own, as Codex has them."""
 
     tools: list[FunctionTool] | None = None
@@ -174,7 +174,7 @@ class ResponsesRequest(Shape):
     top_logprobs: int | None = None
     include: list[str] | None = None
     parallel_tool_calls: bool | None = None
-    tools: list[ToolShape] | None = Field(
+    tools: list[ResponseTool] | None = Field(
         None, description='Use a list like [{"type": "function", "name": ..., "parameters": {...}}].'
     )
     tool_choice: str | dict[str, Any] | None = Field(
@@ -220,7 +220,7 @@ def _names(asked: ResponsesRequest) -> dict[str, str]:
 _FUNCTION = ("name", "description", "parameters", "strict")
 
 
-def functions_of(tools: Iterable[ToolShape]) -> Iterator[tuple[str, str, FunctionTool]]:
+def functions_of(tools: Iterable[ResponseTool]) -> Iterator[tuple[str, str, FunctionTool]]:
     """The functions in tools: where each stands, what it is called in chats, and itself."""
     for place, tool in enumerate(tools):
         if tool.tools is None:
