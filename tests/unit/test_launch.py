@@ -146,6 +146,8 @@ def test_what_cannot_be_started_is_told(told: Path, url: str, monkeypatch: pytes
         started(told, "vim")
     with pytest.raises(ContradictionError, match="--model"):
         started(told, "claude", serve="--method suffix")
+    with pytest.raises(InvalidParameterError, match="No closing quotation"):
+        started(told, "claude", model="x", serve="--method 'a")
     with pytest.raises(EngineAnswerError, match=r"no server answers.*--model"):
         started(told, "claude", url="http://127.0.0.1:1")
     with pytest.raises(EngineAnswerError, match="--api-key"):

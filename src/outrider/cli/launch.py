@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -115,13 +115,21 @@ def launch(
     settings, path = _program(program)
     if model is None and serve is not None:
         raise ContradictionError("serve", serve, "a server that runs is asked", "Give --model, or leave it out.")
+    options = _options(serve or "")
     with _ended_with_this():
         if model is None:
             code = _run(path, settings(_asked(url, api_key)), arguments or [])
         else:
-            with _server(model, shlex.split(serve or "")) as started:
+            with _server(model, options) as started:
                 code = _run(path, settings(_asked(started, api_key)), arguments or [])
     raise typer.Exit(code)
+
+
+def _options(given: str) -> list[str]:
+    try:
+        return shlex.split(given)
+    except ValueError as error:
+        raise InvalidParameterError("serve", given, f"no options ({error})", "Quote them as in a shell.") from None
 
 
 def _program(name: str) -> tuple[Callable[[Place], Settings], str]:
@@ -145,6 +153,7 @@ def _asked(url: str, key: str) -> Place:
             (found, *_) = json.load(answer)["data"]
         return Place(url, found["id"], found["max_model_len"], key)
     except HTTPError as error:
+        error.close()
         remedy = "Give --api-key with one of its keys." if error.code == 401 else "Name a server of Outrider."
         raise EngineAnswerError(url, f"it does not say what it serves ({error})", remedy) from error
     except (OSError, HTTPException) as error:
@@ -190,9 +199,10 @@ def _server(model: str, options: list[str]) -> Iterator[str]:
     own = ["--port", "0", *(["--served-model-name", Path(model).stem] if Path(model).is_file() else [])]
     command = [*_SERVE, model, *own, *options]
     typer.echo(f"outrider: starts outrider serve {shlex.join(command[len(_SERVE) :])}", err=True)
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        # In a session of its own, Ctrl-C in the terminal does not reach it.
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as written:  # in a session of its own, Ctrl-C in the terminal does not reach it
+            process = subprocess.Popen(command, stdout=written, stderr=written, start_new_session=True)
         try:
             yield _listening(process, log)
         finally:
@@ -203,17 +213,16 @@ def _server(model: str, options: list[str]) -> Iterator[str]:
             process.wait()
 
 
-def _listening(process: subprocess.Popen[bytes], log: IO[str]) -> str:
+def _listening(process: subprocess.Popen[bytes], log: Path) -> str:
     """The address of a server that has begun; waits for it."""
     while True:
         is_over = process.poll() is not None
-        log.seek(0)
-        lines = log.read().splitlines()
-        found = next((line for line in lines if '"listening"' in line), None)
+        lines = log.read_text("utf-8", "replace").splitlines(keepends=True)
+        found = next((line for line in lines if '"listening"' in line and line.endswith("\n")), None)
         if found is not None:
             return str(json.loads(found)["url"])
         if is_over:
-            said = next((line for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
+            said = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
             raise EngineAnswerError("outrider serve", f"it has ended ({said})", "Start it alone to see more.")
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
