@@ -55,7 +55,7 @@ def test_the_limits_are_those_of_the_page() -> None:
     told = {name: value.replace(",", "") for name, value in rows}
     defaults = {name: str(options()[name]).removesuffix(".0") for name in told}
     assert len(told) == 19
-    limits = {f"--{name.replace('_', '-')}" for name, _ in declared(ServerSettings, Flag)}
+    limits = {f"--{name.replace('_', '-')}" for name, _ in declared(ServerSettings, Flag) if not name.endswith("_parser")}
     assert limits <= told.keys()
     unset = {"--max-model-len": "the model's", "--request-seconds": "none", "--stalled-seconds": "60 not with `--replicas`"}
     unset |= {"--header-seconds": "30 not with `--replicas`", "--body-seconds": "60 not with `--replicas`"}

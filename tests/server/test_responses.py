@@ -153,6 +153,31 @@ def test_a_call_goes_back_with_its_output(client: openai.OpenAI, server: Server)
     assert told["choices"][0]["message"]["content"] == again.output_text
 
 
+def test_functions_of_a_namespace_are_called_by_it(client: openai.OpenAI, server: Server) -> None:
+    tools: Any = [TOOLS[1], {"type": "namespace", "name": "robot", "description": "Acts.", "tools": TOOLS}]
+    fields: Any = {"tools": tools, "max_output_tokens": 200}
+    choice: Any = {"type": "function", "name": "move", "namespace": "robot"}
+    (call,) = both(client, **fields, tool_choice=choice, parallel_tool_calls=False).output
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (call.namespace, call.name) == ("robot", "move")
+    assert 0 <= json.loads(call.arguments)["x"] <= 9
+    (plain,) = both(client, **fields, tool_choice={"type": "function", "name": "stop"}).output
+    assert isinstance(plain, ResponseFunctionToolCall)
+    assert (plain.namespace, plain.name) == (None, "stop")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    turns = [{"role": "user", "content": PROMPT}, call.model_dump(), output]
+    again = client.responses.create(**asked(input=turns, tools=tools))
+    named = {"name": "robot.move", "arguments": call.arguments}
+    chat: Any = [{"role": "user", "content": PROMPT}]
+    chat += [{"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": named}]}]
+    chat += [{"role": "tool", "tool_call_id": call.call_id, "content": "done"}]
+    names = ("stop", "robot.move", "robot.stop")
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    body = {"messages": chat, "tools": functions, "temperature": 0, "max_tokens": 24}
+    told = server.post("/v1/chat/completions", body).json()
+    assert told["choices"][0]["message"]["content"] == again.output_text
+
+
 def test_a_text_before_calls_is_an_item_of_its_own(client: openai.OpenAI) -> None:
     called = r'<tool_call>\{"name": "stop", "arguments": \{\}\}</tool_call>'
     response = both(client, tools=TOOLS, max_output_tokens=200, guided_regex=f"ok{called}{called}")
@@ -210,6 +235,8 @@ def test_thoughts_are_an_item_before_the_text(tmp_path_factory: pytest.TempPathF
         ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input.0.output="),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type="),
         ({"tools": [{"type": "function", "name": ""}]}, "tools.0.name="),
+        ({"tools": [{"type": "namespace", "name": "a"}]}, "tools.0.tools="),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]}, "tools.0.tools.0.type="),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice="),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type="),
         ({"tool_choice": "required"}, "tool_choice="),

@@ -29,7 +29,7 @@ from outrider.params import CompletionOutput, Logprob, SamplingParams, Structure
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.results import RequestStats
 from outrider.server.answers import CompletionLogprobs, chat_logprobs, usage
-from outrider.server.chat import blamed_tool, conversation, encode, forced_calls
+from outrider.server.chat import blamed, conversation, encode, forced_calls
 from outrider.server.errors import ApiError, api_error
 from outrider.server.requests import AllowedMethods, JobMaker, Prompt, field_names, sampling
 from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest
@@ -516,7 +516,7 @@ def test_tools_that_are_refused_together_are_told_by_their_names() -> None:
     asked = ChatRequest.read(json.dumps({"messages": [_USER], "tools": tools, "tool_choice": "required"}).encode())
     whole = InvalidParameterError("structured_outputs", "start: call", "it is too much for an automaton", "Use less.")
     compiled: list[StructuredOutputs] = []
-    error = blamed_tool(asked, whole, compiled.append)
+    error = blamed(asked, whole, compiled.append)
     assert len(compiled) == 2
     assert (error.field, error.value) == ("tools", "walk, fly")
     assert "it is too much for an automaton" in str(error)

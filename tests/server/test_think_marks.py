@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import openai
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.server.thoughts import ThoughtUse
+from outrider.errors import InvalidParameterError
+from outrider.server.settings import ServerSettings
+from outrider.server.thoughts import ThoughtUse, thought_use
 from tests.server.running import TEMPLATE, Server, running
 
 PROMPT = [{"role": "user", "content": "def f(x):"}]
@@ -53,6 +56,44 @@ def test_how_a_text_is_cut_changes_nothing(pieces: list[str], data: st.DataObjec
     places = sorted(data.draw(st.lists(st.integers(0, len(text)))))
     cut = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
     assert heard(cut, is_begun=is_begun) == heard([text], is_begun=is_begun)
+
+
+class Ends:
+    """A tokenizer that knows how a prompt ends, and nothing else."""
+
+    def __init__(self, end: str) -> None:
+        self.end = end
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.end
+
+
+@pytest.mark.parametrize(
+    ("template", "form", "begin"),
+    [
+        ("", None, None),
+        ("{# </think> #}", None, "<think>"),
+        ("", "deepseek_r1", "<think>"),
+        ("", "qwen3", "<think>"),
+        ("{# </think> #}", "mistral", "[THINK]"),
+        ("{# [/THINK] #}", None, "[THINK]"),
+        ("{# </think> #}", "none", None),
+        ("{# </think> #}", "gpt_oss", None),
+    ],
+)
+def test_a_parser_says_more_than_the_template(template: str, form: Any, begin: str | None) -> None:
+    found = thought_use(template, (1,), Ends(f"{begin}\n"), is_free=True, form=form)
+    assert (None if found is None else found.begin) == begin
+    if found is not None:
+        assert (found.is_begun, found.is_over) == (True, False)
+        closed = thought_use(template, (1,), Ends(f"{found.end}\n\n"), is_free=True, form=form)
+        assert closed is not None
+        assert (closed.is_begun, closed.is_over) == (False, True)
+
+
+def test_a_parser_of_another_name_is_answered_with_the_list() -> None:
+    with pytest.raises(InvalidParameterError, match=r"deepseek, deepseek_r1, .*, none, openai_gptoss, qwen3"):
+        ServerSettings(model_name="x", reasoning_parser="r1")  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

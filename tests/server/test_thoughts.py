@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from tests.server.test_tool_forms import HARMONY
 _THOUGHT = '<|channel|> "analysis" <|message|> /[a-z ]{30}/ "</think>" <|end|> <|start|> "assistant" '
 FINAL = f'start: {_THOUGHT} <|channel|> "final" <|message|> "It is 5."'
 _CALL = f"""start: {_THOUGHT} " to=functions.stop" <|channel|> "commentary json" <|message|> "{{}}\""""
+#: With these, thoughts come to their end (`<|end|>`).
+LIKELY_ENDS = {"0": 9.0}
 _TEMPLATE = TEMPLATE.replace("{{ ending }}", "<|start|>assistant{# <|channel|>analysis<|message|> to=functions. #}")
 
 
@@ -80,5 +83,23 @@ def test_thoughts_stand_before_a_call_and_calls_of_tools_that_nobody_gave_are_no
 def test_a_history_with_thoughts_and_a_forced_call_still_work(client: openai.OpenAI) -> None:
     turns: Any = [{"role": "assistant", "content": "5", "reasoning_content": "hm"}, {"role": "user", "content": "x"}]
     asked: Any = {"model": client.models.list().data[0].id, "messages": turns, "tools": TOOLS, "tool_choice": "required"}
-    (call,) = client.chat.completions.create(**asked, max_tokens=60).choices[0].message.tool_calls or []
+    asked |= {"max_tokens": 200, "logit_bias": LIKELY_ENDS}
+    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls or []
     assert call.function.name in ("move", "stop")
+
+
+def test_structures_and_required_calls_stand_behind_thoughts(server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 22]}}, "required": ["a"], "additionalProperties": False}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "logit_bias": LIKELY_ENDS}
+    required = {"tools": TOOLS, "tool_choice": "required"}
+    thoughts = []
+    for seed in range(6):
+        answer = server.post("/v1/chat/completions", {**asked, "seed": seed, **form}).json()
+        message, used = answer["choices"][0]["message"], answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert json.loads(message["content"])["a"] in (1, 22)
+        called = server.post("/v1/chat/completions", {**asked, "seed": seed, **required}).json()["choices"][0]["message"]
+        json.loads(called["tool_calls"][0]["function"]["arguments"])
+        assert used > 3 if "reasoning_content" in message else used <= 3, "beside text there are three marks"
+        thoughts += [each.get("reasoning_content") for each in (message, called)]
+    assert any(thoughts)

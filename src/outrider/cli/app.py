@@ -18,6 +18,7 @@ _VERBS = {
     "generate": ("outrider.cli.generate", "generate"),
     "chat": ("outrider.cli.chat", "chat"),
     "serve": ("outrider.cli.serve", "serve"),
+    "launch": ("outrider.cli.launch", "launch"),
     "prove": ("outrider.lab.cli.prove", "prove"),
     "bench": ("outrider.lab.cli.bench", "bench"),
     "vocabulary": ("outrider.lab.cli.vocabulary", "vocabulary"),

@@ -86,9 +86,6 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="A file with a chat template, in place of the model's.")
     ] = None,
-    tool_parser: Annotated[
-        str | None, typer.Option(help="How the model writes calls of tools; its chat template tells.")
-    ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -117,9 +114,7 @@ def serve(
     template = None if chat_template is None else _template(chat_template)
     # Before the model: what is wrong here is better known now.
     _check_installed()
-    keys, settings = _settings(
-        reached, api_key_file, model_name=served_model_name or _usual_name(model), tool_parser=tool_parser, **given
-    )
+    keys, settings = _settings(reached, api_key_file, model_name=served_model_name or _usual_name(model), **given)
     records = None if record is None else _record_folder(record, keys)
     tls = certificate.options()
     place = _listen(reached, settings, has_keys=bool(keys), is_single=replicas is None)

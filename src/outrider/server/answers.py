@@ -17,8 +17,8 @@ from outrider.results import FORCED, RequestStats
 from outrider.server.errors import ApiError
 from outrider.server.requests import Job, Prompt
 from outrider.server.schemas import ChatRequest, CompletionRequest
-from outrider.server.thoughts import ThoughtListener
-from outrider.server.tools import ToolListener
+from outrider.server.thoughts import ThoughtCounter, ThoughtListener
+from outrider.server.tools import ToolListener, ToolUse
 from outrider.server.wire import DONE, event
 
 # --- Builds the answers to completions and chats, whole or as chunks of a stream.
@@ -220,9 +220,19 @@ class ChatAnswer(Answer):
         assert isinstance(job.asked, ChatRequest)
         self._listeners: dict[int, ToolListener] = {}
         self._thoughts: dict[int, ThoughtListener] = {}
+        self._counters: dict[int, ThoughtCounter] = {}  # where thoughts are heard
         self._count = job.params.logprobs
 
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object, with the tokens of thoughts where they are heard."""
+        found = super().usage()
+        if self._counters:
+            num_tokens = sum(counter.num_tokens for counter in self._counters.values())
+            found.setdefault("completion_tokens_details", {})["reasoning_tokens"] = num_tokens
+        return found
+
     def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
+        self._count_thoughts(number, output.token_ids)
         content, thoughts, calls = self._hear(number, output.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         if thoughts:
@@ -238,6 +248,7 @@ class ChatAnswer(Answer):
             yield self._chunk([{"index": number, "delta": delta, "logprobs": None, **_end(None)}])
 
     def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
+        self._count_thoughts(number, piece.token_ids)
         content, thoughts, calls = self._hear(number, piece.text, last=piece.output is not None)
         extras = self._piece_extras(piece)
         if not (content or thoughts or calls or piece.output or piece.logprobs or extras):
@@ -253,6 +264,15 @@ class ChatAnswer(Answer):
 
     def _scores(self, logprobs: Sequence[PositionLogprobs] | None) -> dict[str, Any] | None:
         return None if self._count is None else chat_logprobs(logprobs or (), self._count, self.tokenizer)
+
+    def _count_thoughts(self, number: int, token_ids: Sequence[int]) -> None:
+        """More tokens of a choice were written."""
+        use = self.job.thoughts or self.job.tools
+        if self.tokenizer is None or use is None or (isinstance(use, ToolUse) and use.form != "harmony"):
+            return
+        if number not in self._counters:
+            self._counters[number] = ThoughtCounter(use, TextPieces(self.tokenizer, frozenset(use.shown)))
+        self._counters[number].add(token_ids)
 
     def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
         """The text for the reader, the thoughts and the calls, in more of a choice's text."""

@@ -17,6 +17,7 @@ from outrider.errors import (
 from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
+from outrider.server.thoughts import CHANNELS, ThoughtForm
 from outrider.server.tool_forms import ToolForm, tells_thoughts, tool_form
 from outrider.server.tool_grammars import calls_grammar
 from outrider.server.tool_reader import BARE_NAME, MOST
@@ -65,15 +66,19 @@ def wanted_tools(asked: ChatRequest) -> bool:
     return bool(asked.tools) and asked.tool_choice != "none"
 
 
-def tool_use(asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None = None) -> ToolUse | None:
-    """Returns how calls of tools are heard in the answer, and thoughts; None where there are neither.
+def tool_use(
+    asked: ChatRequest, prompts: PromptEncoder, parser: ToolForm | None = None, thoughts: ThoughtForm | None = None
+) -> ToolUse | None:
+    """Returns how calls of tools are heard in the answer, and thoughts in channels; None where there are neither.
 
     Args:
         parser: The form in which the model writes calls; None for what the chat template teaches.
+        thoughts: What tells thoughts apart; None for what the template does.
     """
     tokenizer = _template_of(prompts)
     if not wanted_tools(asked):
-        marks = special_marks("harmony", tokenizer) if parser == "harmony" or tells_thoughts(template_of(tokenizer)) else {}
+        told = thoughts is None and (parser == "harmony" or tells_thoughts(template_of(tokenizer)))
+        marks = special_marks("harmony", tokenizer) if told or thoughts in CHANNELS else {}
         return ToolUse("harmony", {}, marks, only_calls=False, max_calls=0) if marks else None
     template = template_of(tokenizer, tools=True)
     form = parser or tool_form(template)
@@ -108,9 +113,16 @@ def forced_calls(asked: ChatRequest, tools: ToolUse | None) -> str | None:
     return calls_grammar(tools.form, schemas, several=several, special=tools.shown, template=tools.template)
 
 
-def blamed_tool(asked: ChatRequest, error: InputError, compile_structure: Compile) -> InputError:
-    """Returns what a request is told where the grammar of its calls is refused: which tool it is about, in the request's
-    own words."""
+def blamed(asked: ChatRequest, error: InputError, compile_structure: Compile) -> InputError:
+    """Returns what a request is told where the grammar of its answer is refused, in the request's own words: of its calls,
+    which tool it is about."""
+    if not forces_calls(asked):
+        schema = answer_schema(asked)
+        try:
+            compile_structure(StructuredOutputs(json_schema=schema))
+        except (InvalidParameterError, UnsupportedParameterError) as found:
+            return found
+        return type(error)(error.field, schema, error.problem, error.remedy)
     choices = _choices(asked)
     for name, (place, schema) in choices.items():
         try:
@@ -120,6 +132,19 @@ def blamed_tool(asked: ChatRequest, error: InputError, compile_structure: Compil
             return type(found)(field, schema, f"the schema of the tool {name!r}: {found.problem}", found.remedy)
     names, remedy = ", ".join(choices), "Give fewer tools, or smaller schemas."
     return InvalidParameterError("tools", names, f"their schemas together are refused: {error.problem}", remedy)
+
+
+def answer_schema(asked: CommonRequest) -> dict[str, Any] | None:
+    """The schema of the answer in `response_format`; None where it asks for none."""
+    given = asked.response_format
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return {"type": "object"}
+    if given.json_schema is None or given.json_schema.schema_ is None:
+        remedy = 'Give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.'
+        raise InvalidParameterError("response_format.json_schema", None, "there is no schema", remedy)
+    return given.json_schema.schema_
 
 
 def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any]]]:

@@ -74,7 +74,7 @@ class MessageAnswer(ChatAnswer):
         """The event of an error."""
         return failure(error, MESSAGES, self._request_id)
 
-    def _message(self, content: list[dict[str, Any]], usage: dict[str, int], end: dict[str, Any]) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
         named = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return {**named, "content": content, **end, "usage": usage}
 
@@ -142,11 +142,13 @@ def _end(choice: dict[str, Any] | None) -> dict[str, Any]:
     return {"stop_reason": _ENDS.get(reason, "end_turn"), "stop_sequence": None}
 
 
-def _usage(told: dict[str, Any]) -> dict[str, int]:
+def _usage(told: dict[str, Any]) -> dict[str, Any]:
     """The cost in Anthropic's words: the tokens of the prompt that were computed, and those that the prefix cache had."""
+    thought = told.get("completion_tokens_details", {}).get("reasoning_tokens")
     cached = told.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     found = {"input_tokens": told["prompt_tokens"] - cached, "cache_creation_input_tokens": 0}
-    return {**found, "cache_read_input_tokens": cached, "output_tokens": told["completion_tokens"]}
+    found |= {"cache_read_input_tokens": cached, "output_tokens": told["completion_tokens"]}
+    return found if thought is None else {**found, "output_tokens_details": {"thinking_tokens": thought}}
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from outrider.config import Refusal
 from outrider.conversations import reads, shown_names
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedParameterError
 from outrider.server.schemas import SAME, ChatRequest, Shape, Turn
+from outrider.server.thoughts import thinking_field
 
 # --- Shapes of requests.
 
@@ -311,14 +312,12 @@ def _thinking(asked: CountRequest, template: str, given: Any, ignored: set[str])
     wish = asked.thinking
     if wish is None:
         return {}
-    variables = [name for name in ("enable_thinking", "thinking") if reads(template, name)]
-    if wish.type == "between_tools" or not variables:
+    found = {} if wish.type == "between_tools" else thinking_field(template, given, thinks=wish.type != "disabled")
+    if not found:
         ignored.add("thinking")
         return {}
     ignored |= {f"thinking.{name}" for name, value in (wish.model_extra or {}).items() if value is not None}
-    if given is not None and not isinstance(given, dict):
-        return {}  # which is refused
-    return {"chat_template_kwargs": {**dict.fromkeys(variables, wish.type != "disabled"), **(given or {})}}
+    return found
 
 
 def _output(asked: CountRequest, template: str, ignored: set[str]) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from outrider.prompts import PromptEncoder
 from outrider.propose.ngram import Prediction
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.propose.tree import MAX_ROWS
-from outrider.server.chat import encode, forced_calls, tool_use
+from outrider.server.chat import answer_schema, encode, forced_calls, tool_use
 from outrider.server.errors import ApiError
 from outrider.server.schemas import MAX_LOGPROBS, SAME, ChatRequest, CommonRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
-from outrider.server.thoughts import ThoughtUse, thought_use
+from outrider.server.thoughts import ThoughtUse, behind_channels, thought_use
 from outrider.server.tools import ToolUse
+from outrider.structured.structures import schema_in_lark
 
 # --- The methods that a request may name: those that the server offers by name, since a request must not load a file.
 
@@ -169,25 +170,35 @@ class JobMaker:
         params = sampling(asked, self.defaults, room, self.settings)
         tools, thoughts = None, None
         if isinstance(asked, ChatRequest):
-            tools = tool_use(asked, self.prompts, self.settings.tool_parser)
-            params = self._with_calls(asked, tools, params)
-            template = template_of(self.prompts.tokenizer, tools=bool(asked.tools))
+            tokenizer, form = self.prompts.tokenizer, self.settings.reasoning_parser
+            tools = tool_use(asked, self.prompts, self.settings.tool_parser, form)
             if tools is None or tools.form != "harmony":  # which has channels of its own
-                is_free = params.structured_outputs is None
-                thoughts = thought_use(template, found[0].token_ids, self.prompts.tokenizer, is_free=is_free)
+                template, is_free = template_of(tokenizer, tools=bool(asked.tools)), not _guided(asked)
+                thoughts = thought_use(template, found[0].token_ids, tokenizer, is_free=is_free, form=form)
+            params = self._with_structure(asked, tools, thoughts, params)
         speculation = self.allowed.of(asked.speculation, predicted=asked.predicted is not None)
         is_silent = asked.max_tokens == 0
         return Job(asked, found, params, speculation, namespace, is_silent=is_silent, thoughts=thoughts, tools=tools)
 
-    def _with_calls(self, asked: ChatRequest, tools: ToolUse | None, params: SamplingParams) -> SamplingParams:
-        """The parameters with which the text has the calls of tools that the request requires."""
-        grammar = forced_calls(asked, tools)
-        if grammar is None:
+    def _with_structure(
+        self, asked: ChatRequest, tools: ToolUse | None, thoughts: ThoughtUse | None, params: SamplingParams
+    ) -> SamplingParams:
+        """The parameters with which the answer has the calls of tools that the request requires, or the structure, behind
+        thoughts where there may be some."""
+        calls, schema = forced_calls(asked, tools), answer_schema(asked)
+        if calls is not None:
+            if params.structured_outputs is not None:
+                problem = "the text cannot be a call and have a structure of its own"
+                raise ContradictionError("tool_choice", asked.tool_choice, problem, "Leave one of them out.")
+            check_size("tools", calls, self.settings)
+        hears_channels = tools is not None and tools.form == "harmony" and self.settings.reasoning_parser != "none"
+        if calls is None and (schema is None or (thoughts is None and not hears_channels)):
             return params
-        if params.structured_outputs is not None:
-            problem = "the text cannot be a call and have a structure of its own"
-            raise ContradictionError("tool_choice", asked.tool_choice, problem, "Leave one of them out.")
-        check_size("tools", grammar, self.settings)
+        grammar = calls or f"start: {schema_in_lark(schema or {})}"
+        if thoughts is not None:
+            grammar = thoughts.before(grammar)
+        elif tools is not None and hears_channels:
+            grammar = behind_channels(grammar, tools.shown, is_call=calls is not None)
         return params.replace(structured_outputs=StructuredOutputs(grammar=grammar))
 
     def check_size(self, asked: CommonRequest) -> int:
@@ -298,15 +309,8 @@ def field_names(asked: CommonRequest) -> dict[str, str]:
 
 
 def _response_format(asked: CommonRequest) -> dict[str, dict[str, Any]]:
-    given = asked.response_format
-    if given is None or given.type == "text":
-        return {}
-    if given.type == "json_object":
-        return {"response_format": {"json_object": True}}
-    if given.json_schema is None or given.json_schema.schema_ is None:
-        remedy = 'Give {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.'
-        raise InvalidParameterError("response_format.json_schema", None, "there is no schema", remedy)
-    return {"response_format": {"json_schema": given.json_schema.schema_}}
+    schema = answer_schema(asked)
+    return {} if schema is None else {"response_format": {"json_schema": schema}}
 
 
 def _guided(asked: CommonRequest) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ from outrider.params import RequestOutput
 from outrider.server.answers import ChatAnswer
 from outrider.server.errors import ApiError
 from outrider.server.requests import Job
+from outrider.server.responses import full_name
 from outrider.server.wire import event
 
 _IDS = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
@@ -25,6 +26,8 @@ class ResponseAnswer(ChatAnswer):
         super().__init__(job, model, tokenizer)
         self.id = f"resp_{secrets.token_hex(12)}"
         self._asked = asked
+        spaces = ((tool["name"], inner["name"]) for tool in asked["tools"] for inner in tool.get("tools", ()))
+        self._names = {full_name(name, space): (space, name) for space, name in spaces}  # by those of chats
         self._output: list[dict[str, Any]] = []  # the items that are over
         self._open: dict[str, Any] | None = None  # the item that is being told
         self._parts: list[str] = []  # its text, thoughts or arguments so far
@@ -42,7 +45,7 @@ class ResponseAnswer(ChatAnswer):
         if text := message["content"]:
             self._output.append(_done(_item("message"), text, scores))
         for call in message.get("tool_calls", ()):
-            self._output.append(_done(_call(call), call["function"]["arguments"], []))
+            self._output.append(_done(self._call(call), call["function"]["arguments"], []))
         return self._response(_status(choice), _usage(told["usage"]), told["speculation"])
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -91,11 +94,18 @@ class ResponseAnswer(ChatAnswer):
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 yield from self._close()
-                yield from self._begin("function_call", _call(call))
+                yield from self._begin("function_call", self._call(call))
             if arguments := call["function"]["arguments"]:
                 yield self._part("function_call_arguments.delta", arguments)
         if choice["finish_reason"] is not None:
             self._outcome["status"] = _status(choice)
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The item of a call that has just begun."""
+        named = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress"}
+        namespace, name = self._names.get(call["function"]["name"], (None, call["function"]["name"]))
+        told = {} if namespace is None else {"namespace": namespace}
+        return {**named, "call_id": call["id"], **told, "name": name, "arguments": ""}
 
     def _begin(self, kind: str, item: dict[str, Any]) -> Iterator[bytes]:
         """Begin an item, unless one of this kind is being told."""
@@ -146,12 +156,6 @@ def _item(kind: str) -> dict[str, Any]:
     return found | ({"role": "assistant", "content": []} if kind == "message" else {"summary": [], "content": []})
 
 
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """The item of a call that has just begun."""
-    named = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress"}
-    return {**named, "call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-
-
 def _done(item: dict[str, Any], text: str, scores: list[dict[str, Any]]) -> dict[str, Any]:
     """An item with all that it holds."""
     over = {**item, "status": "completed"}
@@ -179,6 +183,6 @@ def _usage(told: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": told["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": told["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": told.get("completion_tokens_details", {}).get("reasoning_tokens", 0)},
         "total_tokens": told["total_tokens"],
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,7 @@ from outrider.config import Refusal
 from outrider.conversations import reads, shown_names
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from outrider.server.schemas import IGNORED, SAME, ChatRequest, Shape, Turn
+from outrider.server.thoughts import thinking_field
 
 # --- Shapes of requests.
 
@@ -101,10 +102,31 @@ class FunctionTool(Turn):
     @classmethod
     def _of_the_client(cls, given: object) -> object:
         kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "function":
+        if isinstance(kind, str) and kind not in cls._kinds():
             problem = "this server has no tools of its own, and knows none but functions of the client"
-            raise UnsupportedParameterError("type", kind, problem, "Use tools of the type function.")
+            raise UnsupportedParameterError("type", kind, problem, f"Use tools of the type {' or '.join(cls._kinds())}.")
         return given
+
+    @classmethod
+    def _kinds(cls) -> tuple[str, ...]:
+        return ("function",)
+
+
+class ResponseTool(FunctionTool):
+    """The same, or several functions that have a namespace of their own, as Codex has them."""
+
+    tools: list[FunctionTool] | None = None
+
+    @classmethod
+    def _kinds(cls) -> tuple[str, ...]:
+        return ("function", "namespace")
+
+    @model_validator(mode="after")
+    def _holds_functions(self) -> Self:
+        if (self.type == "namespace") is not bool(self.tools):
+            problem = "a namespace has to have some, and a function has none"
+            raise InvalidParameterError("tools", None, problem, "Use a list of tools of the type function in a namespace.")
+        return self
 
 
 class TextFormat(Turn):
@@ -152,7 +174,7 @@ class ResponsesRequest(Shape):
     top_logprobs: int | None = None
     include: list[str] | None = None
     parallel_tool_calls: bool | None = None
-    tools: list[FunctionTool] | None = Field(
+    tools: list[ResponseTool] | None = Field(
         None, description='Use a list like [{"type": "function", "name": ..., "parameters": {...}}].'
     )
     tool_choice: str | dict[str, Any] | None = Field(
@@ -190,12 +212,26 @@ def as_chat(asked: ResponsesRequest, template: str) -> ChatRequest:
 
 
 def _names(asked: ResponsesRequest) -> dict[str, str]:
-    places = range(len(asked.tools or ()))
-    tools = {f"tools.{place}.function.{name}": f"tools.{place}.{name}" for place in places for name in _FUNCTION}
+    places = enumerate(where for where, _, _ in functions_of(asked.tools or ()))
+    tools = {f"tools.{number}.function.{name}": f"{where}.{name}" for number, where in places for name in _FUNCTION}
     return {**_NAMED, **tools}
 
 
 _FUNCTION = ("name", "description", "parameters", "strict")
+
+
+def functions_of(tools: Iterable[ResponseTool]) -> Iterator[tuple[str, str, FunctionTool]]:
+    """The functions in tools: where each stands, what it is called in chats, and itself."""
+    for place, tool in enumerate(tools):
+        if tool.tools is None:
+            yield f"tools.{place}", tool.name, tool
+        for inner, function in enumerate(tool.tools or ()):
+            yield f"tools.{place}.tools.{inner}", full_name(function.name, tool.name), function
+
+
+def full_name(name: Any, namespace: Any) -> Any:
+    """What a function is called in chats, which know no namespaces."""
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
 
 
 def _conversation(asked: ResponsesRequest) -> list[dict[str, Any]]:
@@ -222,8 +258,8 @@ def _add(found: list[dict[str, Any]], item: Item, called: dict[str, str]) -> Non
         told = {"tool_call_id": item.call_id, "name": called.get(item.call_id or "")}
         found.append({"role": "tool", "content": _text(item.output), **told})
     elif item.type == "function_call":
-        called[str(item.call_id)] = str(item.name)
-        function = {"name": item.name, "arguments": item.arguments}
+        called[str(item.call_id)] = name = str(full_name(item.name, (item.model_extra or {}).get("namespace")))
+        function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         _own(found).setdefault("tool_calls", []).append(call)
     elif item.type == "reasoning":
@@ -252,14 +288,15 @@ def _text(content: str | list[Part] | None) -> str:
 
 def _tools(asked: ResponsesRequest) -> dict[str, Any]:
     """The fields of a chat that are about tools."""
-    functions = [{name: getattr(tool, name) for name in _FUNCTION} for tool in asked.tools or ()]
+    found_tools = functions_of(asked.tools or ())
+    functions = [{**{each: getattr(tool, each) for each in _FUNCTION}, "name": name} for _, name, tool in found_tools]
     found: dict[str, Any] = {"tools": [{"type": "function", "function": function} for function in functions] or None}
     choice = asked.tool_choice
     if isinstance(choice, dict):
         if choice.get("type") != "function":
             problem, remedy = "no such choice", 'Use "auto", "none", "required", or {"type": "function", "name": ...}.'
             raise UnsupportedParameterError("tool_choice.type", choice.get("type"), problem, remedy)
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+        choice = {"type": "function", "function": {"name": full_name(choice.get("name"), choice.get("namespace"))}}
     if choice in ("auto", "none") and not functions:
         choice = None
     if choice is not None and not functions:
@@ -294,12 +331,11 @@ def _thinking(asked: ResponsesRequest, template: str, ignored: set[str]) -> dict
         return {}
     if reads(template, "reasoning_effort"):
         return {"reasoning_effort": wish.effort}
-    variables = [name for name in ("enable_thinking", "thinking") if reads(template, name)]
     given = (asked.model_extra or {}).get("chat_template_kwargs")
-    if not variables or (given is not None and not isinstance(given, dict)):
+    found = thinking_field(template, given, thinks=wish.effort not in ("none", "minimal"))
+    if not found:
         ignored.add("reasoning.effort")
-        return {}
-    return {"chat_template_kwargs": {**dict.fromkeys(variables, wish.effort not in ("none", "minimal")), **(given or {})}}
+    return found
 
 
 def told_back(asked: ResponsesRequest) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from outrider.errors import InvalidParameterError, UnsupportedParameterError
 from outrider.loading.templates import TemplateLimits
 from outrider.params import RequestOutput
 from outrider.propose.settings import SpeculationConfig
-from outrider.server.chat import blamed_tool, forces_calls
+from outrider.server.chat import answer_schema, blamed, forces_calls
 from outrider.server.errors import ApiError, api_error, log
 from outrider.server.lifecycle import Call
 from outrider.server.metrics import EngineState, ServerMetrics
@@ -181,8 +181,8 @@ class Service:
         asked, grammars = job.asked, self.engine.llm.engine.grammars
         if not isinstance(error, InvalidParameterError | UnsupportedParameterError) or error.field != "structured_outputs":
             return api_error(error, field_names(asked))
-        if isinstance(asked, ChatRequest) and forces_calls(asked):
-            error = await self.engine.prepared(job.namespace, partial(blamed_tool, asked, error, grammars.start))
+        if isinstance(asked, ChatRequest) and (forces_calls(asked) or answer_schema(asked) is not None):
+            error = await self.engine.prepared(job.namespace, partial(blamed, asked, error, grammars.start))
         return api_error(error, field_names(asked))
 
     async def end(self) -> str:

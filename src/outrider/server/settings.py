@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field
 
 from outrider.config import Flag, Frozen
+from outrider.server.thoughts import ThoughtForm
 from outrider.server.tool_forms import ToolForm
 
 _COUNT = "Use 0 or more."
@@ -24,7 +25,12 @@ class ServerSettings(Frozen):
     model_name: str = Field(min_length=1, description="Use a name.")  # what clients call the model
     hosts: tuple[str, ...] | None = None  # what requests may name as Host; None for anything; see `access.allowed_hosts`
     origins: tuple[str, ...] = ()  # where pages may be from that ask, beside this server; "*" for anywhere
-    tool_parser: ToolForm | None = Field(None, description=f"Use one of {', '.join(sorted(get_args(ToolForm)))}.")
+    tool_parser: Annotated[ToolForm | None, _limit("How the model writes calls of tools; its chat template tells.")] = (
+        Field(None, description=f"Use one of {', '.join(sorted(get_args(ToolForm)))}.")
+    )
+    reasoning_parser: Annotated[
+        ThoughtForm | None, _limit("What tells the model's thoughts apart, or none; its chat template tells.")
+    ] = Field(None, description=f"Use one of {', '.join(get_args(ThoughtForm))}.")
     max_queue: Annotated[int, _limit("Texts of a tenant that may wait beside these; further ones get 429.")] = Field(
         256, ge=0, description=_COUNT
     )

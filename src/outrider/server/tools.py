@@ -33,7 +33,7 @@ class ToolUse:
     max_calls: int | None
     template: str = ""  # the chat template, which tells the variants of a form apart
 
-    def listener(self, *, in_parts: bool) -> ToolListener:
+    def listener(self, *, in_parts: bool = True) -> ToolListener:
         """One for a text that has yet to begin."""
         return ToolListener(
             self.form,
@@ -87,6 +87,11 @@ class ToolListener:
         self._between: str | None = None  # what stands before the next thought; None where there was none yet
         self._parts: list[dict[str, Any]] = []  # what is told next
         self.num_calls = 0
+
+    @property
+    def is_thinking(self) -> bool:
+        """Tells whether the text so far ends within thoughts, and not within what stands between messages."""
+        return self._is_thinking and self._steps is None
 
     def hear(self, text: str) -> Heard:
         """More of the text."""

@@ -154,6 +154,11 @@ def _source(written: Written, library: Any) -> str:
     return str(library.LLMatcher.grammar_from_lark(any_to_lark(written.text)))
 
 
+def schema_in_lark(schema: dict[str, Any]) -> str:
+    """What stands for a value with a schema in a grammar."""
+    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': _WHITESPACE}, **followed(schema)})}"
+
+
 @lru_cache(maxsize=64)
 def _from_schema(schema: str, library: Any) -> str:
     written = json.loads(schema)
