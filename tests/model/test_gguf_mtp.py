@@ -11,15 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from outrider import LLM, Mtp, SamplingParams
+from outrider.cli import options
 from outrider.errors import HeadMismatchError, ModelError, ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.mtp import MtpTensors, name_mtp, read_mtp, read_mtp_config
 from outrider.heads.mtp import MtpLayer, load_mtp_layer
 from outrider.lab.convert.gguf import FileTensor
+from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_mtp
 from tests.model.core import core
 from tests.model.gguf_families import AS_IT_IS, SHAPES, WRITTEN, ChangedTensor, save
@@ -224,13 +227,20 @@ def methods(llm: LLM) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_auto_drafts_with_the_layers_that_a_checkpoint_carries(kind: str, tmp_path: Path) -> None:
+def test_auto_drafts_with_the_layers_that_a_checkpoint_carries(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands say so when they load it."""
     source = made(QWEN, tmp_path / "source")
     model = source if kind == "folder" else str(written(source, tmp_path / "m.gguf", kinds, 1).path)
-    llm = LLM(model)
+    console = Console(stderr=True, width=300)
+    llm = options.load(console, model, None, chats=False)
+    assert f"{model}: carries 1 prediction layer: mtp, in use" in capsys.readouterr().err
+    assert model_facts(llm.engine.runner).prediction_layers == 1
     assert methods(llm) == ["mtp", "suffix", "then"]
     assert llm.generate([PROMPT], GREEDY)[0].token_ids == llm.generate([PROMPT], GREEDY, speculation="none")[0].token_ids
-    assert methods(LLM(model, speculation="suffix")) == ["suffix"]
+    assert methods(options.load(console, model, "suffix", chats=False)) == ["suffix"]
+    assert "1 prediction layer: mtp, not in use" in capsys.readouterr().err
 
 
 def test_layers_that_cannot_be_read_are_named_and_left_out_by_auto(
@@ -242,4 +252,5 @@ def test_layers_that_cannot_be_read_are_named_and_left_out_by_auto(
         llm = LLM(str(found))
     assert methods(llm) == ["suffix", "token_recycling"]
     assert "which are not used" in caplog.text
+    assert "in use" not in caplog.text.replace("not in use", "")
     assert "mlp.up_proj.weight" in caplog.text
