@@ -21,11 +21,11 @@ from outrider.cli import options
 from outrider.errors import HeadMismatchError, ModelError, ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.mtp import MtpTensors, name_mtp, read_mtp, read_mtp_config
 from outrider.heads.mtp import MtpLayer, load_mtp_layer
-from outrider.lab.convert.gguf import FileTensor
+from outrider.lab.convert.gguf_families import AS_IT_IS, FileTensor
 from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_mtp
 from tests.model.core import core
-from tests.model.gguf_families import AS_IT_IS, SHAPES, WRITTEN, ChangedTensor, save
+from tests.model.gguf_families import SHAPES, WRITTEN, save
 from tests.model.gguf_files import Kinds, Written
 from tests.model.mtp_reference import MtpReference
 from tests.model.test_feature_heads import BOUND, Watch, faults
@@ -88,7 +88,7 @@ def behind(source: str) -> Iterator[tuple[FileTensor, Tensor]]:
         for own, theirs in names.items():
             change = AS_IT_IS if own == "fc" else family.norms
             name = f"blk.{number}.nextn.{theirs}.weight"
-            yield ChangedTensor(name, f"{number}.{own}", lambda rows: rows, change=change), weights[f"{number}.{own}"]
+            yield FileTensor(name, f"{number}.{own}", lambda rows: rows, change=change), weights[f"{number}.{own}"]
 
 
 def written(source: str, path: Path, kinds: Kinds, num_layers: int, **more: Any) -> Written:

@@ -14,7 +14,8 @@ from outrider.heads.features import FeatureHeadConfig, FeatureNorm
 from outrider.heads.formats.folder import renamed
 from outrider.heads.formats.gguf import GGUF_EAGLE3, LAYERS
 from outrider.heads.formats.published import PublishedHead, read_head
-from outrider.lab.convert.gguf import Paired, check_describable, describe, frequency_factors, write_file
+from outrider.lab.convert.gguf import check_describable, frequency_factors, write_file
+from outrider.lab.convert.gguf_families import FAMILIES, Paired
 from outrider.lab.convert.gguf_vocabulary import WriteVocabulary, own_vocabulary
 from outrider.loading.exclusive import attempt
 
@@ -39,7 +40,7 @@ def write_gguf_head(
         raise InvalidParameterError("target", None, problem, "Name it.")
     layers = config.aux_layers or config.layers_of(_num_layers(named))
     writer = gguf.GGUFWriter(None, form.method)
-    describe(writer, config.layer)
+    FAMILIES[config.layer.model_type].describe(writer, config.layer)
     writer.add_array(f"{form.method}.{LAYERS[0]}", list(layers))
     writer.add_uint32(f"{form.method}.target_hidden_size", config.target_hidden_size)
     writer.add_bool(f"{form.method}.norm_before_residual", config.norm_before_residual)

@@ -143,6 +143,25 @@ def exaone_4(values: Values) -> dict[str, Any]:
     }
 
 
+def exaone_experts(values: Values) -> dict[str, Any]:
+    """Windows as in EXAONE 4, and experts as in DeepSeek-V3."""
+    found = routed(values)
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    return exaone_4(values) | {names.get(name, name): value for name, value in found.items()}
+
+
+def falcon(values: Values) -> dict[str, Any]:
+    """A scan of Mamba-2 beside attention. What multiplies numbers in folders is in the weights of files."""
+    found = scan(values)
+    return {
+        **found,
+        "mamba_d_ssm": values.count("ssm.inner_size"),
+        "mamba_rms_norm": values.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": values.has("blk.0.ssm_conv1d.bias"),
+    }
+
+
 def seed(values: Values) -> dict[str, Any]:
     return with_biases(values) | {
         "attention_out_bias": values.has("blk.0.attn_output.bias"),
@@ -266,27 +285,39 @@ def granite_experts(values: Values) -> dict[str, Any]:
     return granite(values) | counts
 
 
-def granite_hybrid(values: Values) -> dict[str, Any]:
-    """Layers without keys are scans of Mamba-2."""
+def scan(values: Values) -> dict[str, Any]:
+    """The shape of a scan of Mamba-2."""
     heads, inner, hidden = (values.count(name) for name in ("ssm.time_step_rank", "ssm.inner_size", "embedding_length"))
     if inner % heads or inner % hidden:
         raise values.refuse(f"a scan of {inner} numbers in {heads} heads, for {hidden} of a token")
-    kinds = ["attention" if keys else "mamba" for keys in values.each_layer(KEY_HEADS)]
-    scan = kinds.index("mamba") if "mamba" in kinds else 0
-    return granite(values) | {
-        "layer_types": kinds,
+    return {
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
         "mamba_expand": inner // hidden,
         "mamba_n_groups": values.count("ssm.group_count"),
         "mamba_d_state": values.count("ssm.state_size"),
         "mamba_d_conv": values.count("ssm.conv_kernel"),
-        "mamba_conv_bias": values.has(f"blk.{scan}.ssm_conv1d.bias"),
-        "shared_intermediate_size": values.count("expert_shared_feed_forward_length", values.get("feed_forward_length")),
-        "num_local_experts": values.natural("expert_count"),
-        "num_experts_per_tok": values.natural("expert_used_count"),
-        "position_embedding_type": "rope" if values.get("rope.scaling.finetuned") else None,
     }
+
+
+def granite_hybrid(values: Values) -> dict[str, Any]:
+    """Layers without keys are scans of Mamba-2."""
+    kinds = ["attention" if keys else "mamba" for keys in values.each_layer(KEY_HEADS)]
+    first = kinds.index("mamba") if "mamba" in kinds else 0
+    return (
+        granite(values)
+        | scan(values)
+        | {
+            "layer_types": kinds,
+            "mamba_conv_bias": values.has(f"blk.{first}.ssm_conv1d.bias"),
+            "shared_intermediate_size": values.count(
+                "expert_shared_feed_forward_length", values.get("feed_forward_length")
+            ),
+            "num_local_experts": values.natural("expert_count"),
+            "num_experts_per_tok": values.natural("expert_used_count"),
+            "position_embedding_type": "rope" if values.get("rope.scaling.finetuned") else None,
+        }
+    )
 
 
 def ernie_experts(values: Values) -> dict[str, Any]:

@@ -162,6 +162,13 @@ SCAN = {
     "ssm_d": "mamba.D",
     "ssm_dt.bias": "mamba.dt_bias",
 }
+#: Of Falcon-H1, whose layers attend and scan side by side. The name of one norm has no ending.
+FALCON = {
+    **{name: stock.replace("mlp.", "feed_forward.") for name, stock in LAYER.items()},
+    **SCAN,
+    "ffn_norm": "pre_ff_layernorm.weight",
+    "output_norm": "model.final_layernorm",
+}
 #: Of Granite 4, whose feed-forward of all tokens stands beside experts, or alone.
 WITH_SCANS = {
     **WITH_SPARSE_EXPERTS,
