@@ -231,6 +231,20 @@ def _describe_exaone_experts(writer: Any, config: Any) -> None:
     writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
 
 
+def _describe_mimo(writer: Any, config: Any) -> None:
+    windows = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads * (2 if window else 1) for window in windows])
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(windows)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.v_head_dim)
+    writer.add_float32("mimo2.attention.value_scale", config.attention_value_scale)
+    full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    writer.add_rope_dimension_count(int(config.head_dim * full["partial_rotary_factor"]))
+    writer.add_rope_freq_base(full["rope_theta"])
+    writer.add_float32("mimo2.rope.freq_base_swa", sliding["rope_theta"])
+
+
 def _falcon_parts(config: Any) -> Parts:
     """What multiplies numbers, in the weights."""
     inner, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
@@ -290,6 +304,7 @@ WRITTEN: dict[str, FileFamily] = {
     "dots1": written("dots1", ROUTED, describe_sigmoid),
     "exaone4": written("exaone4", {}, _describe_windows),
     "exaone_moe": written("exaone-moe", _EXAONE, _describe_exaone_experts),
+    "mimo_v2_flash": written("mimo2", ROUTED | {"num_key_value_heads": None}, heads=_describe_mimo),
     "falcon_h1": written("falcon-h1", _SCAN | {"mamba_d_ssm": "ssm_inner_size"}, parts=_falcon_parts),
     "seed_oss": written("seed_oss"),
     "ernie4_5": written("ernie4_5"),
@@ -377,6 +392,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mamba_d_ssm": 512,
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
+    },
+    "mimo_v2_flash": {
+        "layers": None,
+        "moe_intermediate_size": 256,
+        "v_head_dim": 32,
+        "num_key_value_heads": 1,
+        "rope_parameters": {
+            f"{kind}_attention": {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for kind, theta in (("full", 5e6), ("sliding", 1e4))
+        },
     },
     "seed_oss": {"attention_bias": True},
     "ernie4_5": {},

@@ -76,7 +76,8 @@ class Written:
         writer = gguf.GGUFWriter(path, name)
         family.describe(writer, config)
         for key, value in metadata.items():
-            add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)]
+            adding = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+            add = adding[type(value)]
             writer.kv_data[0].pop(f"{name}.{key}", None)
             add(f"{name}.{key}", value)
         for key in without:

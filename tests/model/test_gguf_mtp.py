@@ -49,13 +49,19 @@ class Family:
 
 QWEN, DEEPSEEK = Family("qwen3_5_text", "qwen3_next"), Family("deepseek_v3", "deepseek_v3", 2)
 FAMILIES = (QWEN, DEEPSEEK, Family("qwen3_5_moe_text", "qwen3_next"), Family("glm4_moe", "deepseek_v3"))
+#: Whose layers look back over a window, and are not converted here.
+MIMO = Family("mimo_v2_flash", "mimo_v2", 3)
 families = pytest.mark.parametrize(
-    "family", core(FAMILIES, (QWEN, DEEPSEEK), "src/outrider/loading/gguf/", "tests/model/gguf_"), ids=str
+    "family", core((*FAMILIES, MIMO), (QWEN, DEEPSEEK), "src/outrider/loading/gguf/", "tests/model/gguf_"), ids=str
 )
 
 
 def made(family: Family, path: Path) -> str:
-    changes = {} if family.layout == "qwen3_next" else {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    changes = (
+        {}
+        if family.layout in ("qwen3_next", "mimo_v2")
+        else {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    )
     source = folder(family.name, path, **changes)  # the reference knows no other rotary positions
     return save_random_mtp(Path(source), source, family.layout, family.num_layers, scale=0.15)
 
@@ -87,13 +93,21 @@ def behind(source: str) -> Iterator[tuple[FileTensor, Tensor]]:
         names = {"fc": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared": "shared_head_norm"}
         for own, theirs in names.items():
             change = AS_IT_IS if own == "fc" else family.norms
-            name = f"blk.{number}.nextn.{theirs}.weight"
+            place = "layer_output_norm" if (own, family.architecture) == ("shared", "mimo2") else f"nextn.{theirs}"
+            name = f"blk.{number}.{place}.weight"
             yield FileTensor(name, f"{number}.{own}", lambda rows: rows, change=change), weights[f"{number}.{own}"]
 
 
 def written(source: str, path: Path, kinds: Kinds, num_layers: int, **more: Any) -> Written:
     config = AutoConfig.from_pretrained(source)
-    counts = {"nextn_predict_layers": num_layers, "block_count": config.num_hidden_layers + num_layers}
+    counts: dict[str, Any] = {
+        "nextn_predict_layers": num_layers,
+        "block_count": config.num_hidden_layers + num_layers,
+    }
+    if config.model_type == "mimo_v2_flash":
+        windows = [kind == "sliding_attention" for kind in config.layer_types] + [True] * num_layers
+        counts["attention.sliding_window_pattern"] = windows
+        counts["attention.head_count_kv"] = [config.num_key_value_heads * (2 if window else 1) for window in windows]
     return Written(source, path, kinds, behind=behind(source), **counts | more)
 
 

@@ -130,6 +130,13 @@ ARCHITECTURES = {
         layer=names.WITH_ROUTED_EXPERTS,
         knows=("attention.sliding_window", *_ROUTED),
     ),
+    "mimo2": Architecture(
+        "MiMoV2FlashConfig",
+        adjusted=families.mimo,
+        layer=names.MIMO,
+        rope=partial_rope,
+        knows=("attention.sliding_window", "attention.value_length", families.VALUE_SCALE, *_ROUTED),
+    ),
     "falcon-h1": Architecture("FalconH1Config", adjusted=families.falcon, layer=names.FALCON, arranged=SCANS),
     "seed_oss": Architecture("SeedOssConfig", adjusted=families.seed, layer=names.WITH_NORM_BEHIND_ATTENTION),
     "ernie4_5": Architecture("Ernie4_5Config", adjusted=families.ernie),
@@ -266,6 +273,7 @@ _SPECIAL = {
     "embedding_scale": 0.0,
     "attention.scale": 0.0,
     TEMPERATURE: 0.0,
+    families.VALUE_SCALE: 1.0,
     "attention.temperature_length": 0,
     "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0,
@@ -321,7 +329,10 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
         raise ModelLoadError(values.file.path, problem, AGAIN)
     check_file_limit(values.file.path, "layers", layers)
     head_dim = values.count("attention.key_length", hidden // heads)
-    if _LATENT not in known.knows and values.count("attention.value_length", head_dim) != head_dim:
+    if (
+        not {_LATENT, "attention.value_length"} & {*known.knows}
+        and values.count("attention.value_length", head_dim) != head_dim
+    ):
         raise values.refuse("values of another width than its keys")
     return {
         "hidden_size": hidden,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.loading.gguf.rotary import rope_parameters, rotated_part
+from outrider.loading.gguf.rotary import partial_rotary, rope_parameters, rotated_part
 from outrider.loading.gguf.values import Values
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -150,6 +150,36 @@ def exaone_experts(values: Values) -> dict[str, Any]:
     return exaone_4(values) | {names.get(name, name): value for name, value in found.items()}
 
 
+def mimo(values: Values) -> dict[str, Any]:
+    """Layers with a window have twice as many heads of keys, and attention sinks. Some layers have experts."""
+    layers, width = values.num_layers, values.count("attention.key_length")
+    windows, heads = values.get("attention.sliding_window_pattern"), values.each_layer(KEY_HEADS)
+    if not isinstance(windows, list) or len(windows) < layers:
+        raise values.refuse(f"attention.sliding_window_pattern={windows!r}")
+    full = {count for count, window in zip(heads, windows, strict=False) if not window}
+    narrow = {count for count, window in zip(heads, windows, strict=False) if window}
+    few = max(full or {count // 2 for count in narrow})
+    if full - {few} or narrow - {2 * few}:
+        raise values.refuse(f"{KEY_HEADS}={heads}")
+    part = {"rope_type": "default", "partial_rotary_factor": partial_rotary(values, width)}
+    found = routed(values)
+    return {name: found[name] for name in _OF_ROUTERS} | {
+        "num_key_value_heads": few,
+        "v_head_dim": values.count("attention.value_length", width),
+        "attention_value_scale": values.number(VALUE_SCALE, 1.0),
+        "norm_topk_prob": True,
+        "sliding_window": values.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows[:layers]],
+        "mlp_layer_types": [
+            "sparse" if values.has(f"blk.{layer}.ffn_gate_inp.weight") else "dense" for layer in range(layers)
+        ],
+        "rope_parameters": {
+            "full_attention": part | {"rope_theta": values.number("rope.freq_base", 10_000.0)},
+            "sliding_attention": part | {"rope_theta": values.number("rope.freq_base_swa", 10_000.0)},
+        },
+    }
+
+
 def falcon(values: Values) -> dict[str, Any]:
     """A scan of Mamba-2 beside attention. What multiplies numbers in folders is in the weights of files."""
     found = scan(values)
@@ -234,6 +264,16 @@ def routed(values: Values, gating: int = SIGMOID) -> dict[str, Any]:
 
 
 GATING, KEY_HEADS = "expert_gating_func", "attention.head_count_kv"
+#: What values are multiplied by before they are attended to.
+VALUE_SCALE = "attention.value_scale"
+_OF_ROUTERS = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+)
 
 
 def latent(values: Values) -> dict[str, Any]:

@@ -83,6 +83,8 @@ WITH_ROUTED_EXPERTS = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }
+#: Of MiMo-V2, some of whose layers have attention sinks.
+MIMO = {**WITH_ROUTED_EXPERTS, "attn_sinks": "self_attn.sinks"}
 #: Of attention to what was compressed. What unfolds keys and values is one tensor in older files, and two in newer ones.
 WITH_LATENTS = {
     **WITH_ROUTED_EXPERTS,
