@@ -245,6 +245,27 @@ def _describe_mimo(writer: Any, config: Any) -> None:
     writer.add_float32("mimo2.rope.freq_base_swa", sliding["rope_theta"])
 
 
+def _describe_nemotron_h(writer: Any, config: Any) -> None:
+    kinds = config.layers_block_type
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+    writer.add_feed_forward_length([config.intermediate_size * (kind == "mlp") for kind in kinds])
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_rope_dimension_count(config.head_dim)
+
+
+def _nemotron_h_parts(config: Any) -> Parts:
+    """The names that gguf knows of other families, for folders have theirs behind "model." instead of "backbone."."""
+    scans = {name.replace("mamba.", "mixer."): parts for name, parts in _scans(config).items() if name.startswith("mamba.")}
+    scans["mixer.norm"] = [("mamba.norm", lambda norm: norm.reshape(config.n_groups, -1), AS_IT_IS)]
+    names = {f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"}
+    names |= {f"mixer.{name}_proj": f"mlp.{name}_proj" for name in ("up", "down")}
+    names |= {f"mixer.{name}_proj": f"mamba.{name}_proj" for name in ("in", "out")}
+    return scans | {ours: [(theirs, whole, AS_IT_IS)] for ours, theirs in names.items()}
+
+
 def _falcon_parts(config: Any) -> Parts:
     """What multiplies numbers, in the weights."""
     inner, state = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
@@ -287,6 +308,12 @@ _ERNIE = {
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_num_shared_experts": "expert_shared_count",
 }
+_SCAN_ALONE = {
+    "layer_norm_epsilon": "layer_norm_eps", "conv_kernel": "ssm_conv_kernel", "ssm_state_size": "ssm_state_size",
+    "n_groups": "ssm_group_count", "mamba_num_heads": "ssm_time_step_rank",
+    **dict.fromkeys(("num_key_value_heads", "intermediate_size", "num_experts_per_tok", "moe_intermediate_size")),
+    **dict.fromkeys(("num_experts", "num_local_experts")),
+}  # fmt: skip
 _EXAONE = {**ROUTED, "num_shared_experts": "expert_shared_count"}
 _WINDOWS = {"logit_scale": "logit_scale", "sliding_window": "sliding_window"}
 _SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
@@ -304,6 +331,7 @@ WRITTEN: dict[str, FileFamily] = {
     "dots1": written("dots1", ROUTED, describe_sigmoid),
     "exaone4": written("exaone4", {}, _describe_windows),
     "exaone_moe": written("exaone-moe", _EXAONE, _describe_exaone_experts),
+    "nemotron_h": written("nemotron_h", _SCAN_ALONE, _describe_nemotron_h, _nemotron_h_parts, heads=describe_nothing),
     "mimo_v2_flash": written("mimo2", ROUTED | {"num_key_value_heads": None}, heads=_describe_mimo),
     "falcon_h1": written("falcon-h1", _SCAN | {"mamba_d_ssm": "ssm_inner_size"}, parts=_falcon_parts),
     "seed_oss": written("seed_oss"),
@@ -392,6 +420,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mamba_d_ssm": 512,
         "mamba_rms_norm": True,
         "mamba_norm_before_gate": False,
+    },
+    "nemotron_h": {
+        "layers": None,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 32,
+        "num_key_value_heads": 2,
+        "time_step_min": 1e-9,
     },
     "mimo_v2_flash": {
         "layers": None,

@@ -163,8 +163,8 @@ def head_width(config: Any) -> int:
 
 
 def rope_of(config: Any) -> dict[str, Any]:
-    """The rotary positions of its layers without a window."""
-    found: dict[str, Any] = config.rope_parameters
+    """The rotary positions of its layers without a window; the default ones where it says nothing."""
+    found: dict[str, Any] = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
     full: dict[str, Any] = found.get("full_attention", found)
     return full
 

@@ -20,6 +20,7 @@ from outrider.loading.gguf.arrangement import (
     GATES_AND_VALUES,
     ROTATED,
     SCANS,
+    SCANS_ALONE,
     UNFOLDING,
     Arranged,
     Joined,
@@ -136,6 +137,14 @@ ARCHITECTURES = {
         layer=names.MIMO,
         rope=partial_rope,
         knows=("attention.sliding_window", "attention.value_length", families.VALUE_SCALE, *_ROUTED),
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHConfig",
+        adjusted=families.nemotron_h,
+        layer=names.NEMOTRON_H,
+        arranged=SCANS_ALONE,
+        rope=lambda values, head_dim: {},  # nothing is rotated
+        epsilon=("layer_norm_epsilon", _LAYER_NORM[1]),
     ),
     "falcon-h1": Architecture("FalconH1Config", adjusted=families.falcon, layer=names.FALCON, arranged=SCANS),
     "seed_oss": Architecture("SeedOssConfig", adjusted=families.seed, layer=names.WITH_NORM_BEHIND_ATTENTION),

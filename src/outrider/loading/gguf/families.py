@@ -180,6 +180,31 @@ def mimo(values: Values) -> dict[str, Any]:
     }
 
 
+def nemotron_h(values: Values) -> dict[str, Any]:
+    """Layers that are one thing each, known by their tensors. Files name no least step, and llama.cpp has none."""
+    heads, inner, layers = values.count("ssm.time_step_rank"), values.count("ssm.inner_size"), range(values.num_layers)
+    if inner % heads:
+        raise values.refuse(f"a scan of {inner} numbers in {heads} heads")
+    marks = {"mamba": "ssm_in", "attention": "attn_q"}
+    kinds = [
+        next((kind for kind, mark in marks.items() if values.has(f"blk.{layer}.{mark}.weight")), "mlp") for layer in layers
+    ]
+    first = {kind: kinds.index(kind) if kind in kinds else 0 for kind in (*marks, "mlp")}
+    return {
+        "layers_block_type": kinds,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "n_groups": values.count("ssm.group_count"),
+        "ssm_state_size": values.count("ssm.state_size"),
+        "conv_kernel": values.count("ssm.conv_kernel"),
+        "time_step_min": 1e-9,  # of which transformers takes the logarithm
+        "use_conv_bias": values.has(f"blk.{first['mamba']}.ssm_conv1d.bias"),
+        "mamba_proj_bias": values.has(f"blk.{first['mamba']}.ssm_in.bias"),
+        "attention_bias": values.has(f"blk.{first['attention']}.attn_q.bias"),
+        "mlp_bias": values.has(f"blk.{first['mlp']}.ffn_up.bias"),
+    }
+
+
 def falcon(values: Values) -> dict[str, Any]:
     """A scan of Mamba-2 beside attention. What multiplies numbers in folders is in the weights of files."""
     found = scan(values)

@@ -171,6 +171,16 @@ FALCON = {
     "ffn_norm": "pre_ff_layernorm.weight",
     "output_norm": "model.final_layernorm",
 }
+#: Of Nemotron-H, each of whose layers is one thing: a scan, attention or a feed-forward.
+NEMOTRON_H = {
+    "attn_norm": "norm",
+    **{name: LAYER[name].replace("self_attn.", "mixer.") for name in ("attn_q", "attn_k", "attn_v", "attn_output")},
+    **{name: stock.replace("mamba.", "mixer.") for name, stock in SCAN.items()},
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "token_embd": "model.embeddings",
+    "output_norm": "model.norm_f",
+}
 #: Of Granite 4, whose feed-forward of all tokens stands beside experts, or alone.
 WITH_SCANS = {
     **WITH_SPARSE_EXPERTS,
