@@ -264,6 +264,19 @@ def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
     return tuple(_layer_spec(name, size, of_source) for name, size in _layers(config))
 
 
+def owners_of_keys(config: Any) -> dict[int, int]:
+    """The layers whose keys and values other layers read, by these, as in Gemma 4; empty for other models."""
+    text = decoder_config(config)
+    found, stored = dict[int, int](), dict[str, int]()
+    for layer, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()):
+        kind = text.layer_types[layer]
+        if mode == "store":
+            stored[kind] = layer
+        elif mode == "reuse":
+            found[layer] = stored[kind]
+    return found
+
+
 class KeyHeads(NamedTuple):
     """The heads of keys of a layer, and how many numbers each has."""
 
