@@ -235,6 +235,10 @@ Of the paged ones, {sum(v.fused for v in found)} are fused too.
 - **not built**: the small random model could not be made from the configuration alone. A real checkpoint is probed at load
   like any other.
 
+Of models that read pictures, too, the language model is loaded alone, for text: `mistral3`, `qwen2_vl`, `qwen2_5_vl` and
+`qwen3_vl` as the Mistral, Qwen2 and Qwen3 that they are (not where their weights are quantised), `gemma3` and `qwen3_5` as
+they are listed. Others are refused by their type.
+
 {_families()}
 
 | type | result | why |

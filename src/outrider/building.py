@@ -167,6 +167,8 @@ def _parsed(name: str, content: dict[str, Any]) -> Profile:
 
 
 logger = logging.getLogger(__name__)
+#: The method that drafts with layers of the target's own checkpoint.
+_MTP = "mtp"
 
 
 class BuiltEngine(NamedTuple):
@@ -211,7 +213,7 @@ class EnginePlan:
         """Load everything, in the thread that will run the engine."""
         config = self.model
         loaded = self._load(model, tokenizer, consume=consume)
-        usual = self.defaults.with_carried("mtp") if _carries_mtp(loaded) else self.defaults
+        usual = self.defaults.with_carried(_MTP) if num_prediction_layers(loaded) else self.defaults
         given = {draft_name(draft_model): draft_model} if isinstance(draft_model, torch.nn.Module) else {}
         drafts = DraftLoader(loaded, config, self.cache, self.scheduling, given)
         runner = make_runner(
@@ -237,6 +239,9 @@ class EnginePlan:
             logger.warning("%s carries layers that predict several tokens, which are not used: %s", loaded.name, error)
             defaults = self.defaults
             engine.load_method(defaults.config)
+        said = carried_layers(loaded, defaults.config)
+        if said:
+            logger.info("%s %s", loaded.name, said)
         return BuiltEngine(engine, prompts, default_params, defaults)
 
     def _beside(self, loaded: LoadedModel, drafts: DraftLoader, usual: SpeculationDefaults) -> Beside:
@@ -276,18 +281,28 @@ class EnginePlan:
         return replace(self.defaults, config=self.defaults.complete(config))
 
 
-def _carries_mtp(loaded: LoadedModel) -> bool:
-    """Tells whether the files of a target hold layers that predict several tokens, in a form that can be computed. The hub
-    is not asked again."""
+def num_prediction_layers(loaded: LoadedModel) -> int:
+    """Counts the layers that predict several tokens in the files of a target, where they can be computed. The hub is not
+    asked again."""
     if loaded.file is None and loaded.source is None:
-        return False
+        return 0
     try:
         folder = loaded.folder(local=True)
         config = loaded.model.config.get_text_config(decoder=True)
-        return carries_mtp(folder, config) and read_mtp_config(folder, config).num_layers > 0
+        return read_mtp_config(folder, config).num_layers if carries_mtp(folder, config) else 0
     except (InputError, ModelError) as error:
         logger.debug("%s: its layers that predict several tokens are not read: %s", loaded.name, error)
-        return False
+        return 0
+
+
+def carried_layers(loaded: LoadedModel, speculation: SpeculationConfig) -> str:
+    """Says that a target carries layers that predict several tokens, and whether these settings use them; empty where it
+    carries none."""
+    count = num_prediction_layers(loaded)
+    parts = [part for each in speculation.candidates for part in parts_of(each)]
+    used = any(part.name == _MTP and getattr(part.method, "model", None) is None for part in parts)
+    layers = f"{count} prediction layer{'s' if count > 1 else ''}: {_MTP}"
+    return f"carries {layers}, {'in use' if used else 'not in use'}" if count else ""
 
 
 def model_name(model: Any) -> Any:

@@ -108,6 +108,7 @@ class Elsewhere:
     gguf: str | None = None  # behind general.sampling. in a file
     llama_cpp: str | None = None  # in requests to its server
     vllm: str | None = None  # as a keyword
+    options: tuple[str, ...] = ()  # of llama.cpp's commands
 
 
 def declared(kind: type[BaseModel], what: type[T]) -> Iterator[tuple[str, T]]:
@@ -208,9 +209,11 @@ class ModelConfig(Frozen):
     batch_invariant: Annotated[
         bool, Flag("Same seed, same bits, in any batch with any method.", verbs=("generate", "serve"))
     ] = False
-    max_model_len: Annotated[int | None, Flag("Longest text, prompt and output together.", _SERVING)] = Field(
-        None, ge=2, description="Use 2 tokens or more, or None."
-    )
+    max_model_len: Annotated[
+        int | None,
+        Flag("Longest text, prompt and output together.", _SERVING),
+        Elsewhere(options=("--ctx-size", "-c")),
+    ] = Field(None, ge=2, description="Use 2 tokens or more, or None.")
 
     @property
     def asks_for_rounded_rows(self) -> bool:
@@ -256,9 +259,12 @@ class SchedulerConfig(Frozen):
     """Says how much work one step may hold."""
 
     max_num_seqs: Annotated[
-        int, Flag("Prompts that run at a time.", ("generate",)), Flag("Texts that are written at a time.", _SERVING)
+        int,
+        Flag("Prompts that run at a time.", ("generate",)),
+        Flag("Texts that are written at a time.", _SERVING),
+        Elsewhere(options=("--parallel", "-np")),
     ] = Field(32, ge=1, description="Use 1 or more.")
-    max_num_batched_tokens: Annotated[int, Flag("Rows of a pass.", _SERVING)] = Field(
+    max_num_batched_tokens: Annotated[int, Flag("Rows of a pass.", _SERVING), Elsewhere(options=("--batch-size",))] = Field(
         1024, ge=1, description="Use 1 or more."
     )
 

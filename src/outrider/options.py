@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import Parameter, signature
 from os import PathLike
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from outrider.config import (
 )
 from outrider.errors import InvalidParameterError
 from outrider.params import SamplingParams
-from outrider.propose.settings import FORMERLY, Method, SpeculationConfig
+from outrider.propose.settings import FORMERLY, LLAMA_CPP_TYPES, Method, SpeculationConfig, find
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Any form that SpeculationConfig.of takes.
@@ -127,6 +127,8 @@ class CallOptions(TextOptions, total=False):
     """Who drafts, in place of the LLM's own; "none" decodes plainly."""
 
 
+#: Methods with settings that llama.cpp's commands have options for.
+_WITH_NAMES_ELSEWHERE = ("draft_model", "mtp", "ngram", "suffix")
 #: The configurations whose fields are keywords of `LLM`, but for the model's name.
 CONFIGS = (ModelConfig, SchedulerConfig, CacheConfig)
 #: What keywords are where nothing else is given; None where they are not here.
@@ -160,6 +162,29 @@ _OTHERS = {
     "gpu_memory_utilization": "Use LLM(kv_cache_tokens=...); None takes what memory is free.",
     "tensor_parallel_size": "Leave it out: a model lies on one device. Use device=... to choose it.",
 }
+
+
+def named_elsewhere(name: str) -> tuple[type[Frozen], str] | None:
+    """The setting that has this name as an option of llama.cpp's commands, or as a keyword made of one: its owner, and its
+    name here. None for other names."""
+    owners: list[type[Frozen]] = [*CONFIGS, SamplingParams, SpeculationConfig, *map(find, _WITH_NAMES_ELSEWHERE)]
+    for owner in owners:
+        for ours, names in declared(owner, Elsewhere):
+            if name in names.options or name in map(_as_keyword, names.options):
+                return owner, ours
+    return None
+
+
+def _as_keyword(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
+def draft_setting(owner: type[Frozen], name: str, value: object) -> dict[str, Any]:
+    """The flat mapping of speculation that says what a setting of llama.cpp does, by its owner and its name here."""
+    if owner is SpeculationConfig and name == "method":
+        kinds = [LLAMA_CPP_TYPES.get(kind, kind) for kind in str(value).split(",")]
+        return {"method": kinds[0]} if len(kinds) == 1 else {"method": "auto", "methods": kinds}
+    return {name: value} if owner is SpeculationConfig else {"method": cast(type[Method], owner).name, name: value}
 
 
 def refuse_settings(given: Mapping[str, Any]) -> None:
@@ -215,10 +240,21 @@ def _refuse(
                 raise InvalidParameterError(name, value, problem, f"Give it in {place.format(name)}.")
         if name in renamed:
             raise InvalidParameterError(name, value, "no such setting", renamed[name])
+        found = named_elsewhere(name)
+        if found is not None:
+            raise InvalidParameterError(name, value, "a name of llama.cpp", _said_here(*found, value))
         if name in FORMERLY:
             said = FORMERLY[name].format(value=value).removesuffix(".")
             raise InvalidParameterError(name, value, "no such setting", f"{said}, in speculation=SpeculationConfig(...).")
         raise unknown_setting(owner, name, value, known)
+
+
+def _said_here(owner: type[Frozen], name: str, value: object) -> str:
+    if owner is SamplingParams:
+        return f"Use SamplingParams({name}={value!r})."
+    if owner in CONFIGS:
+        return f"Use LLM({name}={value!r})."
+    return f"Use speculation={draft_setting(owner, name, value)}."
 
 
 def check_namespace(namespace: Any) -> None:

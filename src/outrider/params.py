@@ -145,10 +145,15 @@ class SamplingParams(Frozen):
     }
 
     max_tokens: Annotated[
-        int, Flag("Most tokens to write.", _TALKING), Elsewhere("max_new_tokens", llama_cpp="n_predict")
+        int,
+        Flag("Most tokens to write.", _TALKING),
+        Elsewhere("max_new_tokens", llama_cpp="n_predict", options=("--n-predict", "--predict", "-n")),
     ] = Field(default=128, ge=1, description="Use 1 or more.")
     temperature: Annotated[
-        float, Flag("0 is greedy.", _TALKING, ("--temperature", "-t")), Asked(float), Elsewhere("temperature", "temp")
+        float,
+        Flag("0 is greedy.", _TALKING, ("--temperature", "-t")),
+        Asked(float),
+        Elsewhere("temperature", "temp", options=("--temp",)),
     ] = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False, description="Use 0 (greedy) to 100.")
     top_k: Annotated[
         int, Flag("Keep the k most likely tokens; 0 keeps all.", _TALKING), Asked(int), Elsewhere("top_k", "top_k")
@@ -166,7 +171,7 @@ class SamplingParams(Frozen):
         float,
         Flag("Above 1 discourages tokens of prompt and output.", _TALKING),
         Asked(float),
-        Elsewhere("repetition_penalty", "penalty_repeat", "repeat_penalty"),
+        Elsewhere("repetition_penalty", "penalty_repeat", "repeat_penalty", options=("--repeat-penalty",)),
     ] = Field(
         default=1.0, ge=0.01, le=100.0, description="Use 0.01 to 100; above 1 discourages tokens of prompt and output."
     )

@@ -262,6 +262,13 @@ _IN_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("MiniMaxM2Config", {**_EXPERTS, "head_dim": 8, "intermediate_size": 16, "rotary_dim": 4}),
     "dots1": ("Dots1Config", {**_ROUTED, "head_dim": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}),
     "exaone4": ("Exaone4Config", {"head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 4}),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {
+            "head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 4, "num_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_shared_experts": 1, "routed_scaling_factor": 1.5,
+        },
+    ),
     "seed_oss": ("SeedOssConfig", {"head_dim": 8}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 8, "tie_word_embeddings": False}),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", {"head_dim": 8}),

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.lab.convert.gguf import FAMILIES, describe, file_tensors, is_matrix
+from outrider.lab.convert.gguf import is_matrix
+from outrider.lab.convert.gguf_families import FAMILIES
 from outrider.lab.convert.gguf_vocabulary import placeholders
 from tests.model.gguf_files import blocks
 
@@ -49,10 +50,11 @@ def write_drawn(path: Path, config: Any, kind: Callable[[str], str], seed: int =
 
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
-    writer = gguf.GGUFWriter(path, FAMILIES[config.model_type].architecture)
-    describe(writer, config)
+    family = FAMILIES[config.model_type]
+    writer = gguf.GGUFWriter(path, family.architecture)
+    family.describe(writer, config)
     placeholders()(writer, config.vocab_size)
-    tensors = [(each.name, _shape(each, state), kind(each.name)) for each in file_tensors(config, state)]
+    tensors = [(each.name, _shape(each, state), kind(each.name)) for each in family.tensors(config, state)]
     for name, shape, each in tensors:
         ggml = gguf.GGMLQuantizationType[each if is_matrix(name) else "F32"]
         size, nbytes = gguf.GGML_QUANT_SIZES[ggml]

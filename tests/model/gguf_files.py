@@ -11,17 +11,12 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.gguf_blocks import GGUF_TYPES
-from outrider.lab.convert.gguf import FAMILIES, FileTensor, describe, file_tensors, frequency_factors, is_matrix
-from tests.model.gguf_families import WRITTEN, ChangedTensor
+from outrider.lab.convert.gguf import frequency_factors, is_matrix
+from outrider.lab.convert.gguf_families import FileTensor
+from tests.model.gguf_families import WRITTEN
 
 #: The types that the gguf package can round to. Blocks of others are drawn.
 ROUNDED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-#: What stays float32, beside norms, biases, sinks and routers.
-KEPT = (
-    "ssm_a", "ssm_d", "ssm_conv1d.weight", "shortconv.conv.weight", "ffn_gate_inp_shexp.weight",
-    "layer_output_scale.weight", ".scale",
-)  # fmt: skip
-
 Kinds = tuple[str, ...] | Callable[[int, str], str]
 
 
@@ -76,12 +71,13 @@ class Written:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         config, state = model.config, model.state_dict()
         self.path, self.model, self.values = path, model, {}
-        family = WRITTEN.get(config.model_type)
-        name = (family or FAMILIES[config.model_type]).architecture
+        family = WRITTEN[config.model_type]
+        name = family.architecture
         writer = gguf.GGUFWriter(path, name)
-        (family.describe if family else describe)(writer, config)
+        family.describe(writer, config)
         for key, value in metadata.items():
-            add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)]
+            adding = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+            add = adding[type(value)]
             writer.kv_data[0].pop(f"{name}.{key}", None)
             add(f"{name}.{key}", value)
         for key in without:
@@ -90,10 +86,9 @@ class Written:
             vocabulary(writer)
         for factors, value in frequency_factors(config).items():
             writer.add_tensor(factors, value)
-        own = [(tensor, state[tensor.stock]) for tensor in (family.tensors if family else file_tensors)(config, state)]
+        own = [(tensor, state[tensor.stock]) for tensor in family.tensors(config, state)]
         for turn, (tensor, weight) in enumerate([*own, *behind]):
-            matrix = is_matrix(tensor.name) and not tensor.name.endswith(KEPT)
-            kind = _kind(kinds, turn, tensor.name) if matrix else "F32"
+            kind = _kind(kinds, turn, tensor.name) if is_matrix(tensor.name) else "F32"
             self._add(writer, tensor, weight, kind, turn)
         for extra, shape in (more or {}).items():
             writer.add_tensor(extra, np.zeros(shape, np.float32))
@@ -112,7 +107,7 @@ class Written:
             data = blocks(kind, rows.size // rows.shape[-1], rows.shape[-1], seed).reshape(*rows.shape[:-1], -1)
         writer.add_tensor(tensor.name, data, raw_dtype=ggml)
         value = gguf.quants.dequantize(data, ggml).reshape(rows.shape)
-        value = tensor.change.undo(value) if isinstance(tensor, ChangedTensor) else value - np.float32(tensor.offset)
+        value = tensor.change.undo(value)
         kept = self.values.setdefault(tensor.stock, torch.full(stock.shape, float("nan")))
         places = tensor.arranged(np.arange(stock.numel()).reshape(stock.shape))  # where each number of the file belongs
         kept.view(-1)[torch.from_numpy(places.flatten())] = torch.from_numpy(np.array(value, np.float32).flatten())

@@ -16,6 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import ModelConfig, default_model
 from outrider.lab.convert.gguf import write_gguf
 from outrider.lab.convert.gguf_vocabulary import own_vocabulary
+from outrider.lab.prove.tiny_heads import save_random_mtp
 from outrider.loading.gguf.splitting import SPLITTINGS
 from outrider.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
@@ -88,16 +89,32 @@ def test_logits_are_those_of_llama_cpp(
     shape = SHAPE | {"vocab_size": len(tokens) + 4, "head_dim": 64} | changes
     source = save(family, tmp_path / "source", **shape)
     file = Written(source, tmp_path / "model.gguf", kinds, vocabulary("gpt-2", tokens, merges))
-    with server(file.path) as send:  # which tells nothing of a part of a letter, so the next token is "A" or "B"
+    compare(file.path, most)
+
+
+def compare(path: Path, most: float) -> None:
+    """Compare the logits of the likeliest tokens, all of which are letters, behind a prompt."""
+    with server(path) as send:  # which tells nothing of a part of a letter, so the next token is "A" or "B"
         letters = {"grammar": "root ::= [AB]", "post_sampling_probs": False}
         asked = letters | {"prompt": PROMPT, "n_predict": 1, "temperature": 0, "cache_prompt": False, "n_probs": 5}
         told = send("/completion", asked)["completion_probabilities"][0]["top_logprobs"]
-    llm = LLM(str(file.path), speculation="none")
+    llm = LLM(str(path), speculation="none")
     ours = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=1, logprobs=20))[0].logprobs
     assert ours is not None
     for entry in told[:3]:
         assert abs(ours[0][entry["id"]].logprob - entry["logprob"]) < most
     assert len({entry["id"] for entry in told}) == 5
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "deepseek_v3"])
+def test_llama_cpp_reads_what_is_written_of_prediction_layers(tmp_path: Path, family: str) -> None:
+    tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    shape = SHAPE | {"vocab_size": len(tokens) + 4, "head_dim": 64} | SHAPES[family]
+    source = save(family, tmp_path / "source", **shape)
+    save_random_mtp(Path(source), source, "qwen3_next" if family.startswith("qwen") else "deepseek_v3", 1)
+    write = vocabulary("gpt-2", tokens, merges)
+    path = write_gguf(source, tmp_path / "m.gguf", "float32", lambda writer, size: write(writer), parts="all")
+    compare(Path(path), 1e-3)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])

@@ -86,7 +86,7 @@ def test_prediction_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     assert "blk.4.nextn.eh_proj.weight" in read_gguf(str(file.path)).tensors
     with caplog.at_level(logging.INFO, "outrider"):
         assert told(str(file.path)) == told(str(plain.path))
-    assert "carries 1 prediction layers: mtp" in caplog.text
+    assert "m.gguf carries 1 prediction layer: mtp, not in use" in caplog.text
 
 
 def test_deepseek_may_unfold_with_one_tensor_and_compress_no_queries(

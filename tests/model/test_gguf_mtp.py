@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from outrider import LLM, Mtp, SamplingParams
+from outrider.cli import options
 from outrider.errors import HeadMismatchError, ModelError, ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.mtp import MtpTensors, name_mtp, read_mtp, read_mtp_config
 from outrider.heads.mtp import MtpLayer, load_mtp_layer
-from outrider.lab.convert.gguf import FileTensor
+from outrider.lab.convert.gguf_families import AS_IT_IS, FileTensor
+from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_mtp
 from tests.model.core import core
-from tests.model.gguf_families import AS_IT_IS, SHAPES, WRITTEN, ChangedTensor, save
+from tests.model.gguf_families import SHAPES, WRITTEN, save
 from tests.model.gguf_files import Kinds, Written
 from tests.model.mtp_reference import MtpReference
 from tests.model.test_feature_heads import BOUND, Watch, faults
@@ -46,13 +49,19 @@ class Family:
 
 QWEN, DEEPSEEK = Family("qwen3_5_text", "qwen3_next"), Family("deepseek_v3", "deepseek_v3", 2)
 FAMILIES = (QWEN, DEEPSEEK, Family("qwen3_5_moe_text", "qwen3_next"), Family("glm4_moe", "deepseek_v3"))
+#: Whose layers look back over a window, and are not converted here.
+MIMO = Family("mimo_v2_flash", "mimo_v2", 3)
 families = pytest.mark.parametrize(
-    "family", core(FAMILIES, (QWEN, DEEPSEEK), "src/outrider/loading/gguf/", "tests/model/gguf_"), ids=str
+    "family", core((*FAMILIES, MIMO), (QWEN, DEEPSEEK), "src/outrider/loading/gguf/", "tests/model/gguf_"), ids=str
 )
 
 
 def made(family: Family, path: Path) -> str:
-    changes = {} if family.layout == "qwen3_next" else {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    changes = (
+        {}
+        if family.layout in ("qwen3_next", "mimo_v2")
+        else {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    )
     source = folder(family.name, path, **changes)  # the reference knows no other rotary positions
     return save_random_mtp(Path(source), source, family.layout, family.num_layers, scale=0.15)
 
@@ -84,13 +93,21 @@ def behind(source: str) -> Iterator[tuple[FileTensor, Tensor]]:
         names = {"fc": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared": "shared_head_norm"}
         for own, theirs in names.items():
             change = AS_IT_IS if own == "fc" else family.norms
-            name = f"blk.{number}.nextn.{theirs}.weight"
-            yield ChangedTensor(name, f"{number}.{own}", lambda rows: rows, change=change), weights[f"{number}.{own}"]
+            place = "layer_output_norm" if (own, family.architecture) == ("shared", "mimo2") else f"nextn.{theirs}"
+            name = f"blk.{number}.{place}.weight"
+            yield FileTensor(name, f"{number}.{own}", lambda rows: rows, change=change), weights[f"{number}.{own}"]
 
 
 def written(source: str, path: Path, kinds: Kinds, num_layers: int, **more: Any) -> Written:
     config = AutoConfig.from_pretrained(source)
-    counts = {"nextn_predict_layers": num_layers, "block_count": config.num_hidden_layers + num_layers}
+    counts: dict[str, Any] = {
+        "nextn_predict_layers": num_layers,
+        "block_count": config.num_hidden_layers + num_layers,
+    }
+    if config.model_type == "mimo_v2_flash":
+        windows = [kind == "sliding_attention" for kind in config.layer_types] + [True] * num_layers
+        counts["attention.sliding_window_pattern"] = windows
+        counts["attention.head_count_kv"] = [config.num_key_value_heads * (2 if window else 1) for window in windows]
     return Written(source, path, kinds, behind=behind(source), **counts | more)
 
 
@@ -224,13 +241,20 @@ def methods(llm: LLM) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_auto_drafts_with_the_layers_that_a_checkpoint_carries(kind: str, tmp_path: Path) -> None:
+def test_auto_drafts_with_the_layers_that_a_checkpoint_carries(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands say so when they load it."""
     source = made(QWEN, tmp_path / "source")
     model = source if kind == "folder" else str(written(source, tmp_path / "m.gguf", kinds, 1).path)
-    llm = LLM(model)
+    console = Console(stderr=True, width=300)
+    llm = options.load(console, model, None, chats=False)
+    assert f"{model}: carries 1 prediction layer: mtp, in use" in capsys.readouterr().err
+    assert model_facts(llm.engine.runner).prediction_layers == 1
     assert methods(llm) == ["mtp", "suffix", "then"]
     assert llm.generate([PROMPT], GREEDY)[0].token_ids == llm.generate([PROMPT], GREEDY, speculation="none")[0].token_ids
-    assert methods(LLM(model, speculation="suffix")) == ["suffix"]
+    assert methods(options.load(console, model, "suffix", chats=False)) == ["suffix"]
+    assert "1 prediction layer: mtp, not in use" in capsys.readouterr().err
 
 
 def test_layers_that_cannot_be_read_are_named_and_left_out_by_auto(
@@ -242,4 +266,5 @@ def test_layers_that_cannot_be_read_are_named_and_left_out_by_auto(
         llm = LLM(str(found))
     assert methods(llm) == ["suffix", "token_recycling"]
     assert "which are not used" in caplog.text
+    assert "in use" not in caplog.text.replace("not in use", "")
     assert "mlp.up_proj.weight" in caplog.text

@@ -110,7 +110,7 @@ def encoder(folder: Path) -> Path:
         (own_code, "trust_remote_code", "trust_remote_code=True"),
         (other_shape, "model.norm.weight has shape [7]", "config.json"),
         (of_type("smolvlm"), "it is a multimodal model of type 'smolvlm'", "language model in a folder of its own"),
-        (of_type("qwen2_5_vl"), "it is a multimodal model of type 'qwen2_5_vl'", "language model in a folder of its own"),
+        (of_type("idefics3"), "it is a multimodal model of type 'idefics3'", "language model in a folder of its own"),
         (of_type("qwen2_audio"), "it is a multimodal model of type 'qwen2_audio'", "language model in a folder of its own"),
         (of_type("vit"), "it is of type 'vit', which is no causal language model", "ForCausalLM"),
         (encoder, "it is a BertModel without an output layer", "ForCausalLM"),

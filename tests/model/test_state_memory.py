@@ -9,12 +9,15 @@ import pytest
 from rich.console import Console
 from torch import Tensor
 
+from outrider import LLM, SamplingParams
 from outrider.errors import ModelTooLargeError
 from outrider.lab.cli.doctor import _facts
 from outrider.lab.doctor.examination import model_facts
+from outrider.loading import hf_modules
 from outrider.model import memory
 from outrider.model.memory import TextBytes
 from outrider.model.running import RunningPass
+from tests.model import checkpoints
 from tests.model.checkpoints import VOCAB_SIZE
 from tests.model.test_running_states import BRANCHES, EXIT, GREEDY, KINDS, PREDICTION, PROMPT, load, saved
 
@@ -123,3 +126,18 @@ def test_doctor_says_what_a_text_takes(tmp_path: Path) -> None:
     paper = Console(width=200, record=True, file=StringIO())
     paper.print(_facts("target", facts))
     assert f"{facts.text_bytes / 1e6:.2f} MB a text at most" in paper.export_text()
+
+
+def test_layers_that_read_keys_of_others_keep_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last two of the four layers of this Gemma 4 read those of the first two: half of the memory, the same bits."""
+    path, prompt = checkpoints.save("gemma4_text", tmp_path), [(7 * i * i + 3) % VOCAB_SIZE for i in range(20)]
+    params, found = SamplingParams(temperature=0, max_tokens=12, logprobs=3), []
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(hf_modules, "owners_of_keys", lambda config: {})
+        llm = LLM(path, dtype="float32", speculation="suffix")
+        output = llm.generate([prompt], params)[0]
+        found.append((llm.engine.runner.pool.bytes_per_slot(), output.token_ids, output.logprobs))
+        assert llm.engine.runner.pool.layers == ([0, 1] if shares else [0, 1, 2, 3])
+    assert 2 * found[0][0] == found[1][0]
+    assert found[0][1:] == found[1][1:]

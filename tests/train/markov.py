@@ -16,16 +16,28 @@ NEXT = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5)).tolist(
 FOLLOWS = {token: NEXT[(NEXT.index(token) + 1) % VOCAB] for token in range(VOCAB)}
 
 
-def save_markov_target(folder: Path, *, sharpness: float = 8.0) -> str:
+#: A gated delta rule in all layers but the last one.
+_HYBRID: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention"] * (LAYERS - 1) + ["full_attention"],
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
+}
+
+
+def save_markov_target(folder: Path, *, sharpness: float = 8.0, hybrid: bool = False) -> str:
     """Write a Llama whose layers add almost nothing, so that its hidden state tells the last token and no other.
 
     Args:
         folder: The folder to write to.
         sharpness: How far the logit of the token that follows lies above the others.
+        hybrid: Whether it is a Qwen3.5 instead, with running states.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        "qwen3_5_text" if hybrid else "llama",
+        **(_HYBRID if hybrid else {}),
         vocab_size=VOCAB,
         hidden_size=WIDTH,
         intermediate_size=32,
@@ -39,12 +51,13 @@ def save_markov_target(folder: Path, *, sharpness: float = 8.0) -> str:
         pad_token_id=None,
     )
     torch.manual_seed(11)
-    model: Any = LlamaForCausalLM(config)
+    model: Any = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         rows = torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0][:VOCAB]  # orthogonal: no token looks like another
         model.model.embed_tokens.weight.copy_(rows)
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(1e-3)
+            mixer = layer.linear_attn.out_proj if hasattr(layer, "linear_attn") else layer.self_attn.o_proj
+            mixer.weight.mul_(1e-3)
             layer.mlp.down_proj.weight.mul_(1e-3)
         for token, follower in FOLLOWS.items():
             model.lm_head.weight[follower] = rows[token] * sharpness / WIDTH**0.5

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
+from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
+from outrider.cli.app import app
 from outrider.errors import InputError, InvalidParameterError, ModelLoadError, StorageError, UnsupportedModelError
 from outrider.heads.formats.mtp import name_mtp, read_mtp
 from outrider.lab.prove.tiny_heads import MTP_LAYOUTS, save_random_mtp
@@ -24,7 +26,7 @@ from outrider.records import read_manifest
 from tests.model import checkpoints
 from tests.model.mtp_reference import MtpReference
 from tests.train.drafted_rows import TEMPERATURE, assert_drafts_as, disturb
-from tests.train.markov import save_data
+from tests.train.markov import save_data, save_markov_target
 from tests.train.test_feature_heads import SETTINGS
 from tests.train.test_training import KillAt, Killed
 
@@ -93,6 +95,28 @@ def test_a_new_layer_learns_what_comes_and_learns_on(job: Job) -> None:
     assert more.facts["begun with"] == "layers that were there"
     assert more.before.acceptance == pytest.approx(found.best.acceptance, abs=1e-6)
     assert weights(job.out).keys() == weights(job.out.with_name("more")).keys()
+
+
+def test_what_was_trained_drafts_from_the_one_file_that_is_made_of_it(tmp_path: Path) -> None:
+    """The whole way: a hybrid without such a layer, its training, a file with rounded weights, and texts from it."""
+    pytest.importorskip("gguf")
+    target = save_markov_target(tmp_path / "target", hybrid=True)
+    job = Job(save_data(tmp_path / "data", target), tmp_path / "out", target, "float32", SETTINGS)
+    train_heads(job, NEW)
+    file = str(tmp_path / "m.gguf")
+    given = ["convert", target, "--mtp", str(job.out), "--to", "gguf", "--out", file, "--placeholders"]
+    assert "matrices in Q8_0, 1 prediction layer" in CliRunner().invoke(app, given).output
+    taus = []
+    for model, method in ((target, {"method": "mtp", "model": str(job.out)}), (file, {"method": "mtp"})):
+        with LLM(model, speculation=method) as llm:
+            drafted, plain = (
+                llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=60), speculation=how)[0]
+                for how in (None, "none")
+            )
+        assert drafted.token_ids == plain.token_ids
+        taus.append(drafted.stats.mean_acceptance_length)
+    assert min(taus) > 2.3
+    assert taus[1] == pytest.approx(taus[0], abs=0.5)
 
 
 def test_a_training_goes_on_to_the_bit_from_any_step(job: Job) -> None:

@@ -24,6 +24,7 @@ class StateMemory:
     Args:
         long_rope_after: Tokens after which the model uses other rotary factors for the whole text; None for never.
         trial_source: The source of texts that try something out and bring none; None for a model without an encoder.
+        owners: The layers whose keys and values other layers read, by these.
 
     Attributes:
         pool: Keys and values of all slots.
@@ -31,12 +32,16 @@ class StateMemory:
     """
 
     def __init__(
-        self, blocks: BlockManager, long_rope_after: int | None = None, trial_source: Sequence[int] | None = None
+        self,
+        blocks: BlockManager,
+        long_rope_after: int | None = None,
+        trial_source: Sequence[int] | None = None,
+        owners: Mapping[int, int] | None = None,
     ) -> None:
         self.blocks = blocks
         self.trial_source = trial_source
         self.long_rope_after = long_rope_after
-        self.pool = KVPool(blocks.num_blocks * blocks.block_size)
+        self.pool = KVPool(blocks.num_blocks * blocks.block_size, owners)
         self.added: WeakSet[AddedLayers] = WeakSet()
         self._numbers = count(1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,15 +23,19 @@ class KVPool:
 
     Layers come to be on their first write, with the shapes of the tensors that the model hands over: under tensor
     parallelism, latent attention or mixed head sizes the configuration would be wrong.
+
+    Args:
+        owners: The layers whose keys and values other layers read, by these. They write the same to the same slots.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, owners: Mapping[int, int] | None = None) -> None:
         self.num_slots = num_slots
+        self._owners = owners or {}
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def layers(self) -> list[int]:
-        """Layers that have been written."""
+        """Layers that have been written, without those that read what others wrote."""
         return sorted(self._layers)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,6 +59,7 @@ class KVPool:
     def memory(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all slots of a layer, [num_slots, ...] each, made on first use to hold rows [num_rows, ...]
         such as these."""
+        layer = self._owners.get(layer, layer)
         if layer not in self._layers:
             # Uninitialised on purpose: memory is paged in as it is used, and no slot is read before it is written.
             self._layers[layer] = (
@@ -65,7 +70,7 @@ class KVPool:
 
     def read(self, layer: int, slots: Slots) -> tuple[Tensor, Tensor]:
         """Keys [num_slots, num_kv_heads, head_dim] and values of the given slots."""
-        keys, values = self._layers[layer]
+        keys, values = self._layers[self._owners.get(layer, layer)]
         return keys[slots], values[slots]
 
     @torch.inference_mode()  # the tensors were made in a forward pass, and such may be changed nowhere else

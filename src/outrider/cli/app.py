@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from outrider import __version__
+from outrider.cli.elsewhere import AnsweringCommand
 
 #: Where each verb is, in the order in which help names them: module, and function or group.
 _VERBS = {
@@ -44,7 +45,7 @@ class _Commands(Mapping[str, Any]):
         found = _found(name)
         if not isinstance(found, typer.Typer):
             function, found = found, typer.Typer(add_completion=False)
-            found.command(name)(function)
+            found.command(name, cls=AnsweringCommand)(function)
         command = typer.main.get_command(found)
         command.name = name
         return command

@@ -234,6 +234,7 @@ def load(console: Console, model: str | None, settings: Any, *, chats: bool, **o
         name, value = next(iter(changes.items()))
         raise ContradictionError(name, value, "nothing drafts for this model", "Add --method or --draft-model.")
     with shown_loading(console, f"loading {model or 'the embedded pair'}") as show, light_imports():
+        from outrider.building import carried_layers
         from outrider.llm import LLM
         from outrider.loading.gguf.header import is_gguf, watched_reading
         from outrider.loading.templates import start_renderer
@@ -244,6 +245,9 @@ def load(console: Console, model: str | None, settings: Any, *, chats: bool, **o
             llm = LLM(model, speculation={"method": "draft_model", **changes} if changes else settings, **options)
     if model is not None and is_gguf(model):
         console.print(f"{model}: {llm.engine.runner.loaded.arithmetic}", style="dim", markup=False)
+    said = carried_layers(llm.engine.runner.loaded, llm.speculation)
+    if said and settings != "none":  # instruments say themselves what they measure
+        console.print(f"{model}: {said}", style="dim", markup=False)
     return llm
 
 

@@ -49,6 +49,8 @@ def read_hf_config(config: ModelConfig, source: dict[str, Any]) -> Any:
 
     check_files(config.model)
     found = attempt(config.model, "its configuration cannot be read", AutoConfig.from_pretrained, config.model, **source)
+    part = None if declared(found) else hf_modules.language_model(found)
+    found = found if part is None else part
     check_decoder(config.model, found)
     _check_writes_text(config.model, found)
     _check_depth(config.model, found)

@@ -159,11 +159,12 @@ def _weight_bytes(
 
 
 def _kv_bytes_per_token(hf_config: Any, dtype: torch.dtype) -> int:
-    """Keys and values of a token in all layers that keep them, as usual attention does; 0 where the configuration does not
-    say."""
+    """Keys and values of a token in all layers that keep some of their own, as usual attention does; 0 where the
+    configuration does not say."""
     try:
         pairs = zip(hf_modules.layer_specs(hf_config), hf_modules.key_heads(hf_config), strict=True)
-        kept = [heads.num * heads.width for layer, heads in pairs if StateKind.KEYS_AND_VALUES in layer.keeps]
+        own = [pair for layer, pair in enumerate(pairs) if layer not in hf_modules.owners_of_keys(hf_config)]
+        kept = [heads.num * heads.width for layer, heads in own if StateKind.KEYS_AND_VALUES in layer.keeps]
         return int(2 * sum(kept) * dtype.itemsize)
     except (AttributeError, TypeError):
         return 0

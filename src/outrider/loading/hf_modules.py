@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, initialization
+from transformers import AutoConfig, PreTrainedModel, initialization
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.integrations.moe import ExpertsInterface
 from transformers.models.auto.modeling_auto import (
@@ -215,6 +215,39 @@ def is_causal(config: Any) -> bool:
     return "AutoModelForCausalLM" in brought or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
+#: Types of models that read pictures, too, and the types of their language models; None where the part says its own.
+_LANGUAGE_MODELS = {"mistral3": None, "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+#: The names of a language model's tensors in files of such models, older and newer ones, and alone.
+LANGUAGE_NAMES = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head": "lm_head",
+}
+_PART_OF = "_language_model_of"
+
+
+def language_model(config: Any) -> Any | None:
+    """The configuration of the language model alone of a model that reads pictures, too; None for other models. Positions
+    of pictures have several numbers, which are one in a text."""
+    kind = getattr(config, "model_type", None)
+    if kind not in _LANGUAGE_MODELS:
+        return None
+    found, own = config.text_config, _LANGUAGE_MODELS[kind]
+    if own is not None:
+        known, given = AutoConfig.for_model(own).to_dict().keys() - {"model_type"}, found.to_dict()
+        rope = {name: value for name, value in given["rope_parameters"].items() if not name.startswith("mrope")}
+        values = {name: given[name] for name in known & given.keys()}
+        found = AutoConfig.for_model(own, **values | {"rope_parameters": rope})
+    found.tie_word_embeddings = config.tie_word_embeddings
+    setattr(found, _PART_OF, kind)
+    return found
+
+
+def is_language_part(config: Any) -> bool:
+    """Tells whether a configuration is that of a part, as `language_model` returns it."""
+    return hasattr(config, _PART_OF)
+
+
 def decoder_config(config: Any) -> Any:
     """The configuration of what writes text; of a model with an encoder, as one of its decoder alone would be."""
     found = config.get_text_config(decoder=True)
@@ -229,6 +262,19 @@ def layer_specs(config: Any) -> tuple[LayerSpec, ...]:
     functions are not told reliably)."""
     of_source = frozenset({StateKind.SOURCE}) if has_encoder(config) else frozenset()
     return tuple(_layer_spec(name, size, of_source) for name, size in _layers(config))
+
+
+def owners_of_keys(config: Any) -> dict[int, int]:
+    """The layers whose keys and values other layers read, by these, as in Gemma 4; empty for other models."""
+    text = decoder_config(config)
+    found, stored = dict[int, int](), dict[str, int]()
+    for layer, mode in enumerate(getattr(text, "kv_sharing_modes", None) or ()):
+        kind = text.layer_types[layer]
+        if mode == "store":
+            stored[kind] = layer
+        elif mode == "reuse":
+            found[layer] = stored[kind]
+    return found
 
 
 class KeyHeads(NamedTuple):

@@ -68,6 +68,11 @@ class LoadedModel:
         return hf_modules.layer_specs(self.model.config)
 
     @cached_property
+    def key_owners(self) -> Mapping[int, int]:
+        """The layers whose keys and values other layers read, by these."""
+        return hf_modules.owners_of_keys(self.model.config)
+
+    @cached_property
     def running_layers(self) -> Mapping[int, str]:
         """The names of the types of the layers that keep more of a text than keys and values, by layer."""
         return {index: layer.type_name for index, layer in enumerate(self.layers) if not layer.forgets_rows}

@@ -136,7 +136,13 @@ def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any], d
 
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     load = (AutoModelForSeq2SeqLM if hf_modules.has_encoder(hf_config) else AutoModelForCausalLM).from_pretrained
-    return _complete(config, hf_config, load, config.model, config=hf_config, dtype=dtype, **source).to(device)
+    if not hf_modules.is_language_part(hf_config):
+        return _complete(config, hf_config, load, config.model, config=hf_config, dtype=dtype, **source).to(device)
+    logger.info("%s: its language model is loaded alone, which reads text", config.model)
+    how = {"key_mapping": hf_modules.LANGUAGE_NAMES, "dtype": dtype}
+    model = _complete(config, hf_config, load, config.model, config=hf_config, **how, **source).to(device)
+    model.config.tie_word_embeddings = model.lm_head.weight is model.get_input_embeddings().weight  # whatever was said
+    return model
 
 
 def _load_quantised(config: ModelConfig, hf_config: Any, source: dict[str, Any], device: torch.device) -> Any:

@@ -63,7 +63,7 @@ class ModelRunner:
         self.text_bytes = text_bytes
         self._token_bytes = token_bytes
         self.backend = backend
-        self.memory = StateMemory(blocks, loaded.long_rope_after, loaded.trial_source)
+        self.memory = StateMemory(blocks, loaded.long_rope_after, loaded.trial_source, loaded.key_owners)
         self.states: dict[int, SequenceState] = {}
         self.partial_rows = PartialRows()
         self.num_passes = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from outrider.cache.state import SequenceState
-from outrider.config import QUANTIZATIONS, DraftQuantizationName, DTypeName
+from outrider.config import QUANTIZATIONS, DraftQuantizationName, DTypeName, Elsewhere
 from outrider.draft import Draft
 from outrider.errors import InvalidParameterError, VocabularyMismatchError
 from outrider.loading.loaded_model import LoadedModel
@@ -37,6 +37,8 @@ from outrider.verify.logits import target_probs as law_of
 CATCH_UP_ROWS = 128
 #: Rows that every draft needs anyway: the last token, and one more where a whole draft was accepted.
 _USUAL_ROWS = 2
+#: What names a draft model in llama.cpp's commands.
+_MODEL = ("--spec-draft-model", "--model-draft", "-md", "--spec-draft-hf", "--hf-repo-draft", "-hfd", "-hfrd")
 
 
 class DraftModel(Method):
@@ -57,12 +59,16 @@ class DraftModel(Method):
 
     name: ClassVar[str] = "draft_model"
 
-    model: str | None = Field(None, min_length=1, description="Use a local folder or a hub id.")
+    model: Annotated[str | None, Elsewhere(options=_MODEL)] = Field(
+        None, min_length=1, description="Use a local folder or a hub id."
+    )
     dtype: DTypeName | None = Field(None, description="Use auto, float64, float32, bfloat16, float16 or None.")
     quantization: DraftQuantizationName | None = Field(None, description=f"Use {', '.join(QUANTIZATIONS)}, none or None.")
     revision: str | None = None
     trust_remote_code: bool = False
-    min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
+    min_confidence: Annotated[float, Elsewhere(options=("--spec-draft-p-min", "--draft-p-min"))] = Field(
+        0.0, ge=0.0, le=1.0, description="Use 0 to 1."
+    )
     vocabulary: int | None = Field(None, ge=0, description="Use 0 for all tokens, a number of tokens, or None.")
 
     @property

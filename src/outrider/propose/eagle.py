@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 
+from outrider.config import Elsewhere
 from outrider.draft import Draft
 from outrider.errors import HeadMismatchError
 from outrider.heads.features import FeatureHeadConfig
@@ -102,6 +104,10 @@ class Mtp(FolderMethod):
     if_nothing_stands: ClassVar[str] = (
         "its norms are probably read wrongly, or the target's weights were changed since these layers were trained "
         "(outrider doctor says more)"
+    )
+
+    model: Annotated[str | None, Elsewhere(options=("--mtp-draft-model",))] = Field(
+        None, min_length=1, description="Use a local folder."
     )
 
     def added_token_bytes(self, target: LoadedModel) -> int:

@@ -6,10 +6,11 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
+from outrider.config import Elsewhere
 from outrider.draft import EMPTY, Draft, Law
 from outrider.errors import ContradictionError
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
@@ -32,7 +33,9 @@ class Ngram(Method):
     grows_from_probabilities: ClassVar[bool] = False
     instead_of_tree: ClassVar[str] = "Use another method."
 
-    max_match: int = Field(5, ge=1, le=64, description="Use 1 to 64, at least min_match.")
+    max_match: Annotated[int, Elsewhere(options=("--spec-ngram-simple-size-n", "--spec-ngram-size-n"))] = Field(
+        5, ge=1, le=64, description="Use 1 to 64, at least min_match."
+    )
     min_match: int = Field(2, ge=1, description="Use 1 or more, at most max_match.")
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from pydantic import BeforeValidator, Field, model_serializer, model_validator
 
 from outrider.cache.memory import AddedLayers
-from outrider.config import Frozen, unknown_setting
+from outrider.config import Elsewhere, Frozen, unknown_setting
 from outrider.errors import ContradictionError, InvalidParameterError, OutriderError, ProposerError
 from outrider.loading.loaded_model import LoadedModel
 from outrider.model.runner import ModelRunner
@@ -205,6 +205,16 @@ FORMERLY = {
     "options": "Use method=... with the settings of that method's own class.",
     "num_speculative_tokens": "Use num_draft_tokens={value!r}.",
 }
+#: Kinds of drafting by the names of llama.cpp, and the methods that are most like them.
+LLAMA_CPP_TYPES = {
+    "none": "none",
+    "draft-simple": "draft_model",
+    "draft-mtp": "mtp",
+    "draft-eagle3": "eagle3",
+    "draft-dflash": "dflash",
+    "ngram-simple": "ngram",
+    **dict.fromkeys(("ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"), "suffix"),
+}
 
 
 def _as_method(value: object) -> Method | None:
@@ -239,9 +249,9 @@ class SpeculationConfig(Frozen):
         draft_sampling: "sampled" draws drafts from the draft's probabilities, "greedy" takes the most likely token.
     """
 
-    method: Annotated[Method | None, BeforeValidator(_as_method)] = None
-    num_draft_tokens: int = Field(
-        5, ge=1, le=MAX_ROWS, description=f"Use 1 to {MAX_ROWS}; method='none' turns drafting off."
+    method: Annotated[Method | None, BeforeValidator(_as_method), Elsewhere(options=("--spec-type",))] = None
+    num_draft_tokens: Annotated[int, Elsewhere(options=("--spec-draft-n-max", "--draft-max", "--draft-n", "--draft"))] = (
+        Field(5, ge=1, le=MAX_ROWS, description=f"Use 1 to {MAX_ROWS}; method='none' turns drafting off.")
     )
     tree: Annotated[TreeShape, BeforeValidator(_as_widths)] = Field(
         (),

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from outrider.config import Elsewhere
 from outrider.draft import EMPTY, Draft, Law
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.settings import Method, ProposerContext
@@ -123,6 +124,8 @@ class SuffixAutomaton:
 _CONTEXTS = 3
 #: A node is worth its row where the target follows the draft that far at least so often.
 _LEAST_CHANCE = 0.1
+#: What its shortest match is called in llama.cpp's commands.
+_MATCH = ("--spec-ngram-mod-n-match", "--spec-ngram-map-k-size-n", "--spec-ngram-map-k4v-size-n")
 
 
 class Suffix(Method):
@@ -143,7 +146,7 @@ class Suffix(Method):
     instead_of_tree: ClassVar[str] = "Use Suffix(branches=True)."
     branches_freely: ClassVar[bool] = True
 
-    min_match: int = Field(2, ge=1, description="Use 1 or more.")
+    min_match: Annotated[int, Elsewhere(options=_MATCH)] = Field(2, ge=1, description="Use 1 or more.")
     factor: float = Field(2.0, gt=0.0, le=64.0, description="Use a value above 0, up to 64.")
     branches: bool = False
     shared: bool = False

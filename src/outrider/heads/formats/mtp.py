@@ -123,8 +123,9 @@ def read_mtp_config(folder: str, config: Any) -> MtpConfig:
         problem = f"of its layers that predict several tokens, number {missing[0]} is missing"
         raise ModelLoadError(folder, problem, _DOWNLOAD)
     experts = any(".mlp.experts." in each for each in names)
-    layer = lone_config(config, experts=experts, layer_type=layout.layer_type)
-    windowed = layout.layer_type == "sliding_attention" and getattr(layer, "layer_types", None) is not None
+    layer_type = layout.layer_type if file is None else file.layer_type
+    layer = lone_config(config, experts=experts, layer_type=layer_type)
+    windowed = layer_type == "sliding_attention" and getattr(layer, "layer_types", None) is not None
     shared = layout.shared is not None if file is None else file.shared
     return MtpConfig(len(layers), layer, layer.sliding_window if windowed else None, shared)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +35,14 @@ class TensorType(StrEnum):
     Q4_0 = "Q4_0"
 
 
+class FileParts(StrEnum):
+    """What a file holds of a checkpoint with layers that predict several tokens."""
+
+    ALL = "all"
+    MODEL = "model"
+    LAYERS = "layers"
+
+
 def convert(
     model: Annotated[str, typer.Argument(help="Folder of the checkpoint, or of the head.", show_default=False)],
     to: Annotated[
@@ -51,6 +59,13 @@ def convert(
     placeholders: Annotated[
         bool, typer.Option("--placeholders", help="Write names without a meaning in place of the vocabulary.")
     ] = False,
+    mtp: Annotated[
+        str | None, typer.Option(help="Folder of layers that predict several tokens, in place of the checkpoint's own.")
+    ] = None,
+    parts: Annotated[
+        FileParts | None,
+        typer.Option(help="all of a checkpoint, its model alone, or its layers that predict several tokens alone."),
+    ] = None,
     no_color: options.NoColor = False,
 ) -> None:
     """Write a checkpoint as a file that llama.cpp and its relatives load, with the tokenizer and the chat template; or a
@@ -65,9 +80,12 @@ def convert(
     if to is FileFormat.GGUF and not is_head(model):
         if target is not None:
             raise ContradictionError("target", target, "a checkpoint is made for no other model", "Leave it out.")
-        said = _write_file(model, out, type or TensorType.Q8_0, placeholders)
+        said = _write_file(model, out, type or TensorType.Q8_0, placeholders, mtp, parts)
     elif type is not None:
         raise ContradictionError("type", str(type), "a head keeps its weights", "Leave it out.")
+    elif mtp is not None or parts is not None:
+        name, value = ("mtp", mtp) if mtp is not None else ("parts", str(parts))
+        raise ContradictionError(name, value, "a head has no layers of a checkpoint", "Leave it out.")
     elif to is FileFormat.GGUF:
         said = _write_head_file(model, out, target, placeholders)
     elif placeholders:
@@ -77,15 +95,23 @@ def convert(
     Console(no_color=no_color or None, highlight=False).print(said, markup=False, soft_wrap=True)
 
 
-def _write_file(model: str, out: Path, type: TensorType, placeholders: bool) -> str:
+def _write_file(
+    model: str, out: Path, type: TensorType, placeholders: bool, mtp: str | None, parts: FileParts | None
+) -> str:
     from outrider.lab.convert.gguf import STORED_AS, write_gguf
     from outrider.lab.convert.gguf_vocabulary import own_vocabulary
+    from outrider.loading.gguf.header import read_gguf
 
     _check_new(out)
+    if mtp is not None and parts is FileParts.MODEL:
+        raise ContradictionError("mtp", mtp, "a file of the model alone holds no such layers", "Leave one of them out.")
     dtype = next(name for name, stored in STORED_AS.items() if stored == type)
     vocabulary = None if placeholders else own_vocabulary(model)
-    written = write_gguf(model, out, dtype, vocabulary)
-    return f"{written}: {out.stat().st_size:,} bytes, matrices in {type}"
+    held: Any = None if parts is None else parts.value
+    written = write_gguf(model, out, dtype, vocabulary, held, mtp)
+    layers = sum(value for key, value in read_gguf(written).metadata.items() if key.endswith(".nextn_predict_layers"))
+    said = f", {layers} prediction layer{'s' if layers > 1 else ''}" if layers else ""
+    return f"{written}: {out.stat().st_size:,} bytes, matrices in {type}{said}"
 
 
 def _check_new(out: Path) -> None:

@@ -110,11 +110,23 @@ def _examine(llm: LLM, asked: Any, sample: Sample, progress: Callable[[str], Non
     from outrider.lab.doctor.examination import Examination
 
     changes = asked if isinstance(asked, dict) else {}
-    config = llm.resolve("auto" if asked is None or changes else asked)
+    config = llm.resolve(_usual(llm) if asked is None or changes else asked)
     if changes and config.method is not None and config.engine_chooses:
         members = tuple(each.replace(**changes) for each in config.candidates)
         config = config.replace(method=config.method.replace(methods=members))
     return Examination(llm, config, sample, progress, **rounding).run()
+
+
+def _usual(llm: LLM) -> Any:
+    """The choice of an engine to which nobody says who drafts: layers that predict several tokens are among it where the
+    target carries some."""
+    from outrider.building import num_prediction_layers
+    from outrider.propose.compositions import Auto
+    from outrider.propose.defaults import usual_methods
+    from outrider.propose.settings import SpeculationConfig
+
+    carried = num_prediction_layers(llm.engine.runner.loaded)
+    return Auto(methods=usual_methods(SpeculationConfig.of("mtp").method)) if carried else "auto"
 
 
 def _sample(llm: LLM, prompts: Path | None, batch: int, num_rounds: int, max_tokens: int, temperature: float) -> Sample:
@@ -187,6 +199,8 @@ def _facts(what: str, facts: ModelFacts) -> RenderableType:
     ]
     if facts.text_bytes:
         rows.append(("running states", f"{facts.text_bytes / 1e6:,.2f} MB a text at most, beside the KV memory"))
+    if facts.prediction_layers:
+        rows.append(("prediction layers", f"{facts.prediction_layers} in its own files: method mtp"))
     if what == "target":
         plain = _PLAIN.format("" if "cuda" in facts.device else _OR_INVARIANT)
         rows.append(("greedy and seeded", _SPED_UP if facts.invariant else plain))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,19 +15,48 @@ from outrider.files import write_whole
 from outrider.heads.features import FeatureHeadConfig, FeatureNorm
 from outrider.heads.formats.folder import renamed
 from outrider.heads.formats.gguf import GGUF_EAGLE3, LAYERS
+from outrider.heads.formats.mtp import carries_mtp, read_mtp, read_mtp_config
 from outrider.heads.formats.published import PublishedHead, read_head
+from outrider.heads.mtp import MtpLayer, load_mtp_layer
+from outrider.lab.convert.gguf_families import (
+    AS_IT_IS,
+    FAMILIES,
+    FileTensor,
+    Paired,
+    attention_interval,
+    head_width,
+    rope_of,
+    whole,
+)
 from outrider.lab.convert.gguf_vocabulary import WriteVocabulary, own_vocabulary, placeholders
 from outrider.loading.exclusive import attempt, exclusive_transformers
+from outrider.loading.gguf.architecture import ARCHITECTURES, PREDICTED
 from outrider.loading.gguf.rotary import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
 
 #: The types in which weights may be stored, with their names in the gguf package.
 STORED_AS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
+#: What a file holds of a checkpoint.
+Parts = Literal["all", "model", "layers"]
 
 
-def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", vocabulary: WriteVocabulary | None = None) -> str:
-    """Write a checkpoint to `path`, and return the path. This needs memory for several copies of the weights. Matrices are
-    stored as one of `STORED_AS`; the last two have a scale for 32 weights. Vectors stay float32. Without a vocabulary
-    placeholders are written, of which none ends a text."""
+def write_gguf(
+    checkpoint: str,
+    path: Path,
+    dtype: str = "float32",
+    vocabulary: WriteVocabulary | None = None,
+    parts: Parts | None = "model",
+    layers: str | None = None,
+) -> str:
+    """Write a checkpoint to `path`, and return the path. This needs memory for several copies of the weights.
+
+    Matrices are stored as one of `STORED_AS`; the last two have a scale for 32 weights. Vectors stay float32. Without a
+    vocabulary placeholders are written, of which none ends a text.
+
+    Args:
+        parts: Beside "model", also the layers that predict several tokens ("all"), or these with no more of the model than
+            its embeddings, its last norm and its output layer ("layers"). None for all that there is and that files have.
+        layers: The folder of these layers; None for the checkpoint's own.
+    """
     import gguf
     from transformers import AutoModelForCausalLM
 
@@ -37,25 +65,46 @@ def write_gguf(checkpoint: str, path: Path, dtype: str = "float32", vocabulary: 
     with exclusive_transformers():
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     check_describable(checkpoint, model.config)
-    writer = gguf.GGUFWriter(None, FAMILIES[model.config.model_type].architecture)
+    family, behind = FAMILIES[model.config.model_type], None
+    if parts in ("all", "layers") or layers is not None or (parts is None and _has_layers(checkpoint, model.config)):
+        behind = _BehindModel(layers or checkpoint, model.config)
+    writer = gguf.GGUFWriter(None, family.architecture)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{STORED_AS[dtype]}"])
-    describe(writer, model.config)
+    family.describe(writer, model.config, 0 if behind is None else behind.num_layers)
     (vocabulary or placeholders())(writer, model.config.vocab_size)
-    _write_tensors(writer, model, _storing(checkpoint, dtype))
+    for name, factors in frequency_factors(model.config).items():
+        writer.add_tensor(name, factors)
+    state, store = model.state_dict(), _storing(checkpoint, dtype)
+    own = ((tensor, state[tensor.stock]) for tensor in family.tensors(model.config, state))
+    _write_tensors(writer, (each for each in own if parts != "layers" or not each[0].name.startswith("blk.")), store)
+    if behind is not None:
+        _write_tensors(writer, behind.tensors(), store)
     write_file(writer, path)
     return str(path)
 
 
-def _write_tensors(writer: Any, model: Any, store: Callable[[Any], tuple[Any, Any]]) -> None:
+def _write_tensors(
+    writer: Any, tensors: Iterable[tuple[FileTensor, Tensor]], store: Callable[[Any], tuple[Any, Any]]
+) -> None:
     import gguf
 
-    for name, factors in frequency_factors(model.config).items():
-        writer.add_tensor(name, factors)
-    state = model.state_dict()
-    for tensor in file_tensors(model.config, state):
-        rows = np.ascontiguousarray(tensor.rows(state[tensor.stock]))
+    for tensor, weight in tensors:
+        rows = np.ascontiguousarray(tensor.rows(weight))
         stored, kind = store(rows) if is_matrix(tensor.name) else (rows, gguf.GGMLQuantizationType.F32)
         writer.add_tensor(tensor.name, stored, raw_dtype=kind)
+
+
+#: Tensors of two dimensions that stay float32, beside norms, biases, sinks and routers.
+_KEPT = (
+    "ssm_a", "ssm_d", "ssm_conv1d.weight", "shortconv.conv.weight", "ffn_gate_inp_shexp.weight",
+    "layer_output_scale.weight", ".scale",
+)  # fmt: skip
+
+
+def is_matrix(name: str) -> bool:
+    """Tells if a tensor of a file may be rounded."""
+    parts = ("norm", ".bias", "attn_sinks", ".ffn_gate_inp.", "rope_")
+    return not name.endswith(_KEPT) and not any(part in name for part in parts)
 
 
 def _storing(checkpoint: str, dtype: str) -> Callable[[Any], tuple[Any, Any]]:
@@ -72,6 +121,63 @@ def _storing(checkpoint: str, dtype: str) -> Callable[[Any], tuple[Any, Any]]:
         return gguf.quants.quantize(rows, kind), kind
 
     return store
+
+
+# --- Layers that predict several tokens, behind those of the model; `loading/gguf/prediction.py` reads them.
+
+
+#: llama.cpp's names of what such a layer has beside its decoder layer.
+_BESIDE = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head_norm"}
+
+
+class _BehindModel:
+    """The layers of a folder, as a file has them behind those of a model with this configuration."""
+
+    def __init__(self, folder: str, config: Any) -> None:
+        self._family = FAMILIES[config.model_type]
+        if not _takes_layers(config):
+            problem = f"files of {self._family.architecture} have no layers that predict several tokens"
+            raise UnsupportedModelError(folder, problem, "Write the model without them, and draft from their folder.")
+        self._folder, self._config = folder, config
+        self._told = read_mtp_config(folder, config)
+
+    @property
+    def num_layers(self) -> int:
+        """How many there are."""
+        return self._told.num_layers
+
+    def tensors(self) -> Iterator[tuple[FileTensor, Tensor]]:
+        """Their tensors with their numbers, layer by layer. What all share stands in the first."""
+        first, place = int(self._config.num_hidden_layers), (torch.float32, torch.device("cpu"))
+        for number, read in enumerate(read_mtp(self._folder, self._config), first):
+            layer = load_mtp_layer(self._folder, self._told, read, *place)
+            yield from self._decoder(layer, number)
+            if number == first or not self._told.shared:
+                yield from self._beside(layer, number)
+
+    def _decoder(self, layer: MtpLayer, number: int) -> Iterator[tuple[FileTensor, Tensor]]:
+        own = layer.decoder.stack.layers[0].state_dict()
+        weights = {f"model.layers.{number}.{name}": weight for name, weight in own.items()}
+        for tensor in self._family.tensors(self._config, weights, number + 1):
+            yield tensor, weights[tensor.stock]
+
+    def _beside(self, layer: MtpLayer, number: int) -> Iterator[tuple[FileTensor, Tensor]]:
+        modules = {"fc": layer.fc, "norm": layer.decoder.norm}
+        modules |= {name: getattr(layer, name) for name in ("embedding_norm", "hidden_norm")}
+        for name, theirs in _BESIDE.items():
+            change = AS_IT_IS if name == "fc" else self._family.norms
+            weight = modules[name].weight
+            assert isinstance(weight, Tensor)
+            yield FileTensor(f"blk.{number}.nextn.{theirs}.weight", f"{number}.{name}", whole, change), weight.detach()
+
+
+def _has_layers(checkpoint: str, config: Any) -> bool:
+    """Tells whether a checkpoint carries such layers, and whether files of its family have some."""
+    return _takes_layers(config) and carries_mtp(checkpoint, config)
+
+
+def _takes_layers(config: Any) -> bool:
+    return PREDICTED in ARCHITECTURES[FAMILIES[config.model_type].architecture].knows
 
 
 # --- Puts a GGUF file in place when it is whole.
@@ -91,132 +197,7 @@ def write_file(writer: Any, path: Path) -> None:
     write_whole(path, put)
 
 
-# --- Where the weights of a model lie in a GGUF file: llama.cpp's names of tensors, and the order of their rows.
-
-
-_GATES = "mlp.experts.gate_up_proj"
-
-
-@dataclass(frozen=True)
-class FileFamily:
-    """Says how models of a type become files."""
-
-    architecture: str  # llama.cpp's name
-    interleaved: bool = False  # whether llama.cpp rotates neighbours in them
-    offset_norms: bool = False  # whether transformers adds 1 to the weights of norms, which files have added already
-
-
-#: By the model type of their configuration.
-FAMILIES = {
-    "llama": FileFamily("llama", interleaved=True),
-    "mistral": FileFamily("llama", interleaved=True),
-    "ministral3": FileFamily("mistral3", interleaved=True),
-    "qwen2": FileFamily("qwen2"),
-    "qwen3": FileFamily("qwen3"),
-    "qwen3_moe": FileFamily("qwen3moe"),
-    "phi3": FileFamily("phi3"),
-    "gpt_oss": FileFamily("gpt-oss"),
-    "gemma2": FileFamily("gemma2", offset_norms=True),
-    "gemma3_text": FileFamily("gemma3", offset_norms=True),
-}
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of a file."""
-
-    name: str  # llama.cpp's name
-    stock: str  # the name of the tensor of transformers that it is, or is a part of
-    arranged: Callable[[np.ndarray], np.ndarray]  # makes the file's array of that of transformers
-    offset: int = 0  # what is added to each number
-
-    def rows(self, weight: Tensor) -> np.ndarray:
-        """The file's array, float32, of the tensor of transformers."""
-        rows = self.arranged(weight.float().numpy())
-        return rows + np.float32(self.offset) if self.offset else rows
-
-
-def is_matrix(name: str) -> bool:
-    """Tells if a tensor of a file may be rounded. Norms, biases, sinks and routers stay float32."""
-    return not any(part in name for part in ("norm", ".bias", "attn_sinks", ".ffn_gate_inp.", "rope_"))
-
-
-def file_tensors(config: Any, names: Iterable[str]) -> Iterator[FileTensor]:
-    """The tensors of the file of a model. A tied head is none of them."""
-    import gguf
-
-    family = FAMILIES[config.model_type]
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
-    known = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    heads = {".q_proj.": config.num_attention_heads, ".k_proj.": config.num_key_value_heads}
-
-    def named(stock: str) -> str:
-        found: str | None = known.get_name(stock, try_suffixes=(".weight", ".bias"))
-        assert found is not None, f"the gguf package has a name for {stock}"
-        return found
-
-    for stock in names:
-        if stock == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if ".mlp.experts." in stock:
-            yield from _expert_tensors(config, stock, named)
-        elif stock.endswith(".sinks"):
-            yield FileTensor(f"{named(stock)}.weight", stock, _as_it_is)
-        else:
-            count = next((n for part, n in heads.items() if part in stock and family.interleaved), None)
-            offset = int(family.offset_norms and "norm" in stock)
-            yield FileTensor(named(stock), stock, _as_it_is if count is None else Paired(count), offset)
-
-
-def _expert_tensors(config: Any, stock: str, named: Callable[[str], str]) -> Iterator[FileTensor]:
-    """Gates and values of all experts, which lie apart in files, or their projections back."""
-    plain = stock.removesuffix("_bias")
-    kind = "weight" if plain == stock else "bias"
-    in_turn = turned = config.model_type == "gpt_oss"  # in transformers
-    turned = turned and kind == "weight"
-    if not plain.endswith(_GATES):
-        yield FileTensor(named(f"{plain}.{kind}"), stock, _turned if turned else _as_it_is)
-        return
-    for part, projection in enumerate(("gate_proj", "up_proj")):
-        name = named(f"{plain.replace('gate_up_proj', projection)}.{kind}")
-        yield FileTensor(name, stock, _Part(part, in_turn=in_turn, turned=turned))
-
-
-def _as_it_is(rows: np.ndarray) -> np.ndarray:
-    return rows
-
-
-def _turned(experts: np.ndarray) -> np.ndarray:
-    return experts.swapaxes(1, 2)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Gates (0) or values (1) of the rows of all experts."""
-
-    part: int
-    in_turn: bool
-    turned: bool
-
-    def __call__(self, experts: np.ndarray) -> np.ndarray:
-        rows = _turned(experts) if self.turned else experts
-        if self.in_turn:
-            return rows[:, self.part :: 2]
-        found: np.ndarray = np.split(rows, 2, axis=1)[self.part]
-        return found
-
-
-@dataclass(frozen=True)
-class Paired:
-    """Rows [num_heads * head_dim, ...] with the halves of each head interleaved, since llama.cpp rotates neighbours."""
-
-    num_heads: int
-
-    def __call__(self, rows: np.ndarray) -> np.ndarray:
-        return rows.reshape(self.num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-# --- What a GGUF file says of the shape of its model, and the models that it cannot describe.
+# --- The models that a GGUF file cannot describe, and those whose rotary frequencies have factors.
 
 
 #: The activation that llama.cpp takes, by model type; "silu" elsewhere.
@@ -224,7 +205,7 @@ _ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh
 #: The kinds of rotary positions that a file describes, by model type; "default" elsewhere.
 _ROPES = {"llama": ("default", "linear", "yarn", "llama3"), "phi3": ("default", "longrope"), "gpt_oss": ("default", "yarn")}
 _ROPES |= dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "gemma3_text"), ("default", "linear", "yarn"))
-_ROPES |= {"ministral3": ("yarn",)}
+_ROPES |= {"ministral3": ("yarn",), "deepseek_v3": ("default", "yarn")}
 
 
 def check_describable(checkpoint: str, config: Any) -> None:
@@ -233,7 +214,7 @@ def check_describable(checkpoint: str, config: Any) -> None:
     if kind not in FAMILIES:
         problem = f"no GGUF is written for {kind}"
         raise UnsupportedModelError(checkpoint, problem, f"Use one of {', '.join(FAMILIES)}.")
-    rope, window = _rope(config), getattr(config, "sliding_window", None)
+    rope, window = rope_of(config), getattr(config, "sliding_window", None)
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     wanted = _ACTIVATIONS.get(kind, "silu")
     special = {
@@ -248,41 +229,19 @@ def check_describable(checkpoint: str, config: Any) -> None:
         "weights of experts that do not add up to 1": not getattr(config, "norm_topk_prob", True),
         "layers without experts beside others": bool(getattr(config, "mlp_only_layers", None))
         or getattr(config, "decoder_sparse_step", 1) != 1,
+        "another order of its layers": kind.startswith("qwen3_5") and not attention_interval(config),
+        "biases of its attention": kind == "deepseek_v3" and config.attention_bias,
         "another gate of its experts": kind == "gpt_oss" and (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0),
     }
     for name in (name for name, found in special.items() if found):
         raise UnsupportedModelError(checkpoint, f"it has {name}", "No GGUF is written for such a model.")
 
 
-def describe(writer: Any, config: Any) -> None:
-    """Write what a file says of the shape of a model."""
-    head_dim = head_width(config)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    _describe_rope(writer, config, head_dim)
-    if config.model_type in ("gemma2", "gemma3_text", "gpt_oss", "phi3"):
-        writer.add_sliding_window(config.sliding_window or 0)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.model_type.startswith("gemma") and getattr(config, name, None):
-            getattr(writer, f"add_{name}")(getattr(config, name))
-    if config.model_type in ("qwen3_moe", "gpt_oss"):
-        writer.add_expert_count(config.num_local_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
-
-
 def frequency_factors(config: Any) -> dict[str, np.ndarray]:
     """The tensors with factors of rotary frequencies, float32."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope = _rope(config)
+    rope = rope_of(config)
     if rope["rope_type"] == "longrope":
         names = {SHORT_FACTORS: "short_factor", LONG_FACTORS: "long_factor"}
         return {name: np.array(rope[key], np.float32) for name, key in names.items()}
@@ -294,46 +253,12 @@ def frequency_factors(config: Any) -> dict[str, np.ndarray]:
     return {FREQUENCY_FACTORS: (usual / scaled.double().numpy()).astype(np.float32)}
 
 
-def head_width(config: Any) -> int:
-    """The dimensions of a head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _describe_rope(writer: Any, config: Any, head_dim: int) -> None:
-    import gguf
-
-    rope = _rope(config)
-    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if "sliding_attention" in config.rope_parameters:
-        writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
-    kind = rope["rope_type"]
-    if kind in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(rope["factor"])
-    if kind in ("yarn", "longrope"):
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if kind == "yarn":
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
-    if config.model_type == "ministral3":
-        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"] if rope.get("mscale") else 0.0)
-        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if kind == "longrope":
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        writer.add_rope_scaling_attn_factors(ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")[1])
-
-
-def _rope(config: Any) -> dict[str, Any]:
-    """The rotary positions of its layers without a window."""
-    found: dict[str, Any] = config.rope_parameters
-    whole: dict[str, Any] = found.get("full_attention", found)
-    return whole
-
-
 def _is_usual_yarn(kind: str, rope: dict[str, Any]) -> bool:
     """Tells if readers of files know how it scales scores, and rounds the ends of its ramp."""
+    if kind == "deepseek_v3":  # whose files say one scale, and no ends of the ramp
+        ends = (rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0)
+        scale = rope.get("mscale_all_dim")
+        return bool(scale) and rope.get("mscale") == scale and ends == (32.0, 1.0) and not rope.get("attention_factor")
     names = ["attention_factor"]
     if kind != "ministral3" or not rope.get("mscale_all_dim") or rope.get("mscale") != 1.0:
         names += ["mscale", "mscale_all_dim"]
@@ -387,7 +312,7 @@ def write_gguf_head(
         raise InvalidParameterError("target", None, problem, "Name it.")
     layers = config.aux_layers or config.layers_of(_num_layers(named))
     writer = gguf.GGUFWriter(None, form.method)
-    describe(writer, config.layer)
+    FAMILIES[config.layer.model_type].describe(writer, config.layer)
     writer.add_array(f"{form.method}.{LAYERS[0]}", list(layers))
     writer.add_uint32(f"{form.method}.target_hidden_size", config.target_hidden_size)
     writer.add_bool(f"{form.method}.norm_before_residual", config.norm_before_residual)

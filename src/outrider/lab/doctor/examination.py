@@ -9,6 +9,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from outrider.building import num_prediction_layers
 from outrider.config import ModelConfig
 from outrider.errors import ModelError, OutriderError, ProposerError
 from outrider.govern.costs import Curve
@@ -62,6 +63,7 @@ class ModelFacts:
     free_bytes: int | None  # memory that is free beside all this; None where the system does not say
     requests: dict[int, int]  # how many requests of each length fit into the KV memory at a time
     text_bytes: int = 0  # memory that the running states of a text take at most; 0 for a model without them
+    prediction_layers: int = 0  # of its own files that predict several tokens, with which `mtp` drafts
     kernels_problem: str | None = None  # what is wrong with the compiled kernels, so that they are not used, and the remedy
 
 
@@ -84,6 +86,7 @@ def model_facts(runner: ModelRunner) -> ModelFacts:
         free_bytes=available_bytes(loaded.device),
         requests={length: blocks.num_blocks // blocks.blocks_for(length) for length in lengths},
         text_bytes=runner.text_bytes,
+        prediction_layers=num_prediction_layers(loaded),
         kernels_problem=kernels_problem(),
     )
 

@@ -20,6 +20,7 @@ from outrider.loading.gguf.arrangement import (
     GATES_AND_VALUES,
     ROTATED,
     SCANS,
+    SCANS_ALONE,
     UNFOLDING,
     Arranged,
     Joined,
@@ -78,18 +79,19 @@ _GEMMA: dict[str, Any] = {
 _EXPERTS = ("expert_count",)
 #: Whether keys have another width than values, since both are compressed.
 _LATENT = "attention.kv_lora_rank"
-_PREDICTED = "nextn_predict_layers"
+#: How many layers predict several tokens, behind those of the model.
+PREDICTED = "nextn_predict_layers"
 _SHARED = "expert_shared_count"
 _MULTIPLIERS = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 _LAYER_NORM, _NORM = ("layer_norm_eps", "attention.layer_norm_epsilon"), ("norm_eps", "attention.layer_norm_rms_epsilon")
 _ROUTED = (
-    *_EXPERTS, _PREDICTED, "expert_shared_count", "expert_group_count", "expert_weights_scale", "expert_weights_norm",
+    *_EXPERTS, PREDICTED, "expert_shared_count", "expert_group_count", "expert_weights_scale", "expert_weights_norm",
 )  # fmt: skip
 _DELTA: dict[str, Any] = {"offset_norms": True, "rope": partial_rope}
 _DELTA_EXPERTS: dict[str, Any] = {
     "config": "Qwen3_5MoeTextConfig",
     "adjusted": families.delta_and_experts,
-    "knows": (*_EXPERTS, _PREDICTED),
+    "knows": (*_EXPERTS, PREDICTED),
     **_DELTA,
 }
 #: The architectures by their names in files.
@@ -121,8 +123,30 @@ ARCHITECTURES = {
         "Exaone4Config",
         adjusted=families.exaone_4,
         layer=names.WITH_POST_NORMS_ALONE,
-        knows=("attention.sliding_window", _PREDICTED),
+        knows=("attention.sliding_window", PREDICTED),
     ),
+    "exaone-moe": Architecture(
+        "ExaoneMoeConfig",
+        adjusted=families.exaone_experts,
+        layer=names.WITH_ROUTED_EXPERTS,
+        knows=("attention.sliding_window", *_ROUTED),
+    ),
+    "mimo2": Architecture(
+        "MiMoV2FlashConfig",
+        adjusted=families.mimo,
+        layer=names.MIMO,
+        rope=partial_rope,
+        knows=("attention.sliding_window", "attention.value_length", families.VALUE_SCALE, *_ROUTED),
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHConfig",
+        adjusted=families.nemotron_h,
+        layer=names.NEMOTRON_H,
+        arranged=SCANS_ALONE,
+        rope=lambda values, head_dim: {},  # nothing is rotated
+        epsilon=("layer_norm_epsilon", _LAYER_NORM[1]),
+    ),
+    "falcon-h1": Architecture("FalconH1Config", adjusted=families.falcon, layer=names.FALCON, arranged=SCANS),
     "seed_oss": Architecture("SeedOssConfig", adjusted=families.seed, layer=names.WITH_NORM_BEHIND_ATTENTION),
     "ernie4_5": Architecture("Ernie4_5Config", adjusted=families.ernie),
     "hunyuan-dense": Architecture(
@@ -156,7 +180,7 @@ ARCHITECTURES = {
         adjusted=families.delta,
         layer={**LAYER, **names.DELTA},
         arranged=DELTA_BY_TURNS,
-        knows=(_PREDICTED,),
+        knows=(PREDICTED,),
         **_DELTA,
     ),
     "qwen35moe": Architecture(layer={**names.WITH_SHARED_EXPERT, **names.DELTA}, arranged=DELTA_BY_TURNS, **_DELTA_EXPERTS),
@@ -167,7 +191,7 @@ ARCHITECTURES = {
         **_DELTA_EXPERTS,
     ),
     "glm4": Architecture(
-        "Glm4Config", adjusted=families.with_biases, layer=names.WITH_NORMS_BEHIND, rope=partial_rope, knows=(_PREDICTED,)
+        "Glm4Config", adjusted=families.with_biases, layer=names.WITH_NORMS_BEHIND, rope=partial_rope, knows=(PREDICTED,)
     ),
     "glm4moe": Architecture(
         "Glm4MoeConfig",
@@ -258,12 +282,13 @@ _SPECIAL = {
     "embedding_scale": 0.0,
     "attention.scale": 0.0,
     TEMPERATURE: 0.0,
+    families.VALUE_SCALE: 1.0,
     "attention.temperature_length": 0,
     "attn_logit_softcapping": 0.0,
     "final_logit_softcapping": 0.0,
     "use_parallel_residual": False,
     "attention.causal": True,
-    _PREDICTED: 0,
+    PREDICTED: 0,
 }
 
 
@@ -313,7 +338,10 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
         raise ModelLoadError(values.file.path, problem, AGAIN)
     check_file_limit(values.file.path, "layers", layers)
     head_dim = values.count("attention.key_length", hidden // heads)
-    if _LATENT not in known.knows and values.count("attention.value_length", head_dim) != head_dim:
+    if (
+        not {_LATENT, "attention.value_length"} & {*known.knows}
+        and values.count("attention.value_length", head_dim) != head_dim
+    ):
         raise values.refuse("values of another width than its keys")
     return {
         "hidden_size": hidden,

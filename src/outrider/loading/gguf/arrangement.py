@@ -118,6 +118,7 @@ def _logarithms(rates: Tensor) -> Tensor:
 
 #: Of the scan of Mamba-2, whose norm has a row for each group in files.
 SCANS = {"mamba.A_log": Arrangement(floats=_logarithms), "mamba.norm": Arrangement(flat=True)}
+SCANS_ALONE = {name.replace("mamba.", "mixer."): arranged for name, arranged in SCANS.items()}
 
 
 def _by_keys(config: Any, size: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -34,7 +33,6 @@ from outrider.loading.gguf.rotary import FREQUENCY_FACTORS
 from outrider.loading.gguf.values import Values
 from outrider.loading.quantised_checkpoint import joined_parts, num_parts, part_shape
 
-logger = logging.getLogger(__name__)
 #: What may have more bits than the rest of a model: norms, biases of routers, and what rates and steps are made of.
 _KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias", ".e_score_correction_bias", ".expert_bias")
 
@@ -47,13 +45,12 @@ class GgufCheckpoint:
         self._known = architecture_of(file)
         self._tensors: dict[str, GgufTensor] = {}
         self._sharing: dict[str, list[str]] = {}  # the tensors of transformers that one of the file holds
-        behind = set[int]()
         for name, tensor in file.tensors.items():
             layer, _ = layer_part(name)
             stock = stock_names(self._known.layer, name)
             if layer is not None and layer >= config.num_hidden_layers and self._predicts:
-                behind.add(layer)
-            elif len(stock) == 2 and stock[1].endswith("[1]"):
+                continue  # `prediction.py` reads it
+            if len(stock) == 2 and stock[1].endswith("[1]"):
                 for own, half in zip(stock, _halves(tensor), strict=True):
                     self._tensors[own], self._sharing[half.name] = half, [own]
             elif stock:
@@ -62,8 +59,6 @@ class GgufCheckpoint:
             elif name not in self._known.factors:
                 problem = f"it has a tensor {tensor.name}, which is not known of its architecture"
                 raise UnsupportedModelError(file.path, problem, ORIGINAL)
-        if behind:
-            logger.info("%s carries %d prediction layers: mtp", file.path, len(behind))
 
     @property
     def _predicts(self) -> bool:

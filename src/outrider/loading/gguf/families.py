@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.loading.gguf.rotary import rope_parameters, rotated_part
+from outrider.loading.gguf.rotary import partial_rotary, rope_parameters, rotated_part
 from outrider.loading.gguf.values import Values
 
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -143,6 +143,80 @@ def exaone_4(values: Values) -> dict[str, Any]:
     }
 
 
+def exaone_experts(values: Values) -> dict[str, Any]:
+    """Windows as in EXAONE 4, and experts as in DeepSeek-V3."""
+    found = routed(values)
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    return exaone_4(values) | {names.get(name, name): value for name, value in found.items()}
+
+
+def mimo(values: Values) -> dict[str, Any]:
+    """Layers with a window have twice as many heads of keys, and attention sinks. Some layers have experts."""
+    layers, width = values.num_layers, values.count("attention.key_length")
+    windows, heads = values.get("attention.sliding_window_pattern"), values.each_layer(KEY_HEADS)
+    if not isinstance(windows, list) or len(windows) < layers:
+        raise values.refuse(f"attention.sliding_window_pattern={windows!r}")
+    full = {count for count, window in zip(heads, windows, strict=False) if not window}
+    narrow = {count for count, window in zip(heads, windows, strict=False) if window}
+    few = max(full or {count // 2 for count in narrow})
+    if full - {few} or narrow - {2 * few}:
+        raise values.refuse(f"{KEY_HEADS}={heads}")
+    part = {"rope_type": "default", "partial_rotary_factor": partial_rotary(values, width)}
+    found = routed(values)
+    return {name: found[name] for name in _OF_ROUTERS} | {
+        "num_key_value_heads": few,
+        "v_head_dim": values.count("attention.value_length", width),
+        "attention_value_scale": values.number(VALUE_SCALE, 1.0),
+        "norm_topk_prob": True,
+        "sliding_window": values.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows[:layers]],
+        "mlp_layer_types": [
+            "sparse" if values.has(f"blk.{layer}.ffn_gate_inp.weight") else "dense" for layer in range(layers)
+        ],
+        "rope_parameters": {
+            "full_attention": part | {"rope_theta": values.number("rope.freq_base", 10_000.0)},
+            "sliding_attention": part | {"rope_theta": values.number("rope.freq_base_swa", 10_000.0)},
+        },
+    }
+
+
+def nemotron_h(values: Values) -> dict[str, Any]:
+    """Layers that are one thing each, known by their tensors. Files name no least step, and llama.cpp has none."""
+    heads, inner, layers = values.count("ssm.time_step_rank"), values.count("ssm.inner_size"), range(values.num_layers)
+    if inner % heads:
+        raise values.refuse(f"a scan of {inner} numbers in {heads} heads")
+    marks = {"mamba": "ssm_in", "attention": "attn_q"}
+    kinds = [
+        next((kind for kind, mark in marks.items() if values.has(f"blk.{layer}.{mark}.weight")), "mlp") for layer in layers
+    ]
+    first = {kind: kinds.index(kind) if kind in kinds else 0 for kind in (*marks, "mlp")}
+    return {
+        "layers_block_type": kinds,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "n_groups": values.count("ssm.group_count"),
+        "ssm_state_size": values.count("ssm.state_size"),
+        "conv_kernel": values.count("ssm.conv_kernel"),
+        "time_step_min": 1e-9,  # of which transformers takes the logarithm
+        "use_conv_bias": values.has(f"blk.{first['mamba']}.ssm_conv1d.bias"),
+        "mamba_proj_bias": values.has(f"blk.{first['mamba']}.ssm_in.bias"),
+        "attention_bias": values.has(f"blk.{first['attention']}.attn_q.bias"),
+        "mlp_bias": values.has(f"blk.{first['mlp']}.ffn_up.bias"),
+    }
+
+
+def falcon(values: Values) -> dict[str, Any]:
+    """A scan of Mamba-2 beside attention. What multiplies numbers in folders is in the weights of files."""
+    found = scan(values)
+    return {
+        **found,
+        "mamba_d_ssm": values.count("ssm.inner_size"),
+        "mamba_rms_norm": values.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": values.has("blk.0.ssm_conv1d.bias"),
+    }
+
+
 def seed(values: Values) -> dict[str, Any]:
     return with_biases(values) | {
         "attention_out_bias": values.has("blk.0.attn_output.bias"),
@@ -215,6 +289,16 @@ def routed(values: Values, gating: int = SIGMOID) -> dict[str, Any]:
 
 
 GATING, KEY_HEADS = "expert_gating_func", "attention.head_count_kv"
+#: What values are multiplied by before they are attended to.
+VALUE_SCALE = "attention.value_scale"
+_OF_ROUTERS = (
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+)
 
 
 def latent(values: Values) -> dict[str, Any]:
@@ -266,27 +350,39 @@ def granite_experts(values: Values) -> dict[str, Any]:
     return granite(values) | counts
 
 
-def granite_hybrid(values: Values) -> dict[str, Any]:
-    """Layers without keys are scans of Mamba-2."""
+def scan(values: Values) -> dict[str, Any]:
+    """The shape of a scan of Mamba-2."""
     heads, inner, hidden = (values.count(name) for name in ("ssm.time_step_rank", "ssm.inner_size", "embedding_length"))
     if inner % heads or inner % hidden:
         raise values.refuse(f"a scan of {inner} numbers in {heads} heads, for {hidden} of a token")
-    kinds = ["attention" if keys else "mamba" for keys in values.each_layer(KEY_HEADS)]
-    scan = kinds.index("mamba") if "mamba" in kinds else 0
-    return granite(values) | {
-        "layer_types": kinds,
+    return {
         "mamba_n_heads": heads,
         "mamba_d_head": inner // heads,
         "mamba_expand": inner // hidden,
         "mamba_n_groups": values.count("ssm.group_count"),
         "mamba_d_state": values.count("ssm.state_size"),
         "mamba_d_conv": values.count("ssm.conv_kernel"),
-        "mamba_conv_bias": values.has(f"blk.{scan}.ssm_conv1d.bias"),
-        "shared_intermediate_size": values.count("expert_shared_feed_forward_length", values.get("feed_forward_length")),
-        "num_local_experts": values.natural("expert_count"),
-        "num_experts_per_tok": values.natural("expert_used_count"),
-        "position_embedding_type": "rope" if values.get("rope.scaling.finetuned") else None,
     }
+
+
+def granite_hybrid(values: Values) -> dict[str, Any]:
+    """Layers without keys are scans of Mamba-2."""
+    kinds = ["attention" if keys else "mamba" for keys in values.each_layer(KEY_HEADS)]
+    first = kinds.index("mamba") if "mamba" in kinds else 0
+    return (
+        granite(values)
+        | scan(values)
+        | {
+            "layer_types": kinds,
+            "mamba_conv_bias": values.has(f"blk.{first}.ssm_conv1d.bias"),
+            "shared_intermediate_size": values.count(
+                "expert_shared_feed_forward_length", values.get("feed_forward_length")
+            ),
+            "num_local_experts": values.natural("expert_count"),
+            "num_experts_per_tok": values.natural("expert_used_count"),
+            "position_embedding_type": "rope" if values.get("rope.scaling.finetuned") else None,
+        }
+    )
 
 
 def ernie_experts(values: Values) -> dict[str, Any]:

@@ -83,6 +83,8 @@ WITH_ROUTED_EXPERTS = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }
+#: Of MiMo-V2, some of whose layers have attention sinks.
+MIMO = {**WITH_ROUTED_EXPERTS, "attn_sinks": "self_attn.sinks"}
 #: Of attention to what was compressed. What unfolds keys and values is one tensor in older files, and two in newer ones.
 WITH_LATENTS = {
     **WITH_ROUTED_EXPERTS,
@@ -161,6 +163,23 @@ SCAN = {
     "ssm_a": "mamba.A_log",
     "ssm_d": "mamba.D",
     "ssm_dt.bias": "mamba.dt_bias",
+}
+#: Of Falcon-H1, whose layers attend and scan side by side. The name of one norm has no ending.
+FALCON = {
+    **{name: stock.replace("mlp.", "feed_forward.") for name, stock in LAYER.items()},
+    **SCAN,
+    "ffn_norm": "pre_ff_layernorm.weight",
+    "output_norm": "model.final_layernorm",
+}
+#: Of Nemotron-H, each of whose layers is one thing: a scan, attention or a feed-forward.
+NEMOTRON_H = {
+    "attn_norm": "norm",
+    **{name: LAYER[name].replace("self_attn.", "mixer.") for name in ("attn_q", "attn_k", "attn_v", "attn_output")},
+    **{name: stock.replace("mamba.", "mixer.") for name, stock in SCAN.items()},
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "token_embd": "model.embeddings",
+    "output_norm": "model.norm_f",
 }
 #: Of Granite 4, whose feed-forward of all tokens stands beside experts, or alone.
 WITH_SCANS = {

@@ -16,6 +16,7 @@ from outrider.loading.gguf.architecture import architecture_of, read_config
 from outrider.loading.gguf.checkpoint import GgufCheckpoint
 from outrider.loading.gguf.header import AGAIN, GgufFile, GgufTensor, is_packed, read_gguf, stored_tensor
 from outrider.loading.gguf.names import layer_part, stock_names
+from outrider.loading.gguf.values import Values
 
 #: What such a layer has beside its decoder layer, by the names of files and of folders in the layout of DeepSeek-V3.
 _BESIDE = {
@@ -23,10 +24,11 @@ _BESIDE = {
     "nextn.enorm": "enorm",
     "nextn.hnorm": "hnorm",
     "nextn.shared_head_norm": "shared_head.norm",
+    "layer_output_norm": "shared_head.norm",
     "nextn.embed_tokens": "embed_tokens",
     "nextn.shared_head_head": "shared_head.head",
 }
-_NORM, _FC = "nextn.shared_head_norm.weight", "nextn.eh_proj.weight"
+_NORMS, _FC = ("nextn.shared_head_norm.weight", "layer_output_norm.weight"), "nextn.eh_proj.weight"
 #: What a model must have and a decoder layer alone has not.
 _OF_THE_MODEL = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -73,6 +75,13 @@ class PredictionLayers:
         behind = [tensors for number, tensors in self._tensors.items() if number > self._first]
         return bool(behind) and not any(_FC in tensors for tensors in behind)
 
+    @property
+    def layer_type(self) -> str:
+        """The kind of attention of the layers, where the model has several."""
+        windows = Values(self._file).get("attention.sliding_window_pattern")
+        windowed = isinstance(windows, list) and any(windows[self._first :])
+        return "sliding_attention" if windowed else "full_attention"
+
     def read(self, place: int, config: Any, empty: nn.Module, dtype: torch.dtype) -> PredictionLayer:
         """One layer."""
         number, path = self._first + place, self._file.path
@@ -100,7 +109,7 @@ class PredictionLayers:
     def _alone(self, own: dict[str, GgufTensor], beside: dict[str, GgufTensor]) -> GgufFile:
         """The file of a model that has this layer alone, without embeddings and output layer."""
         tensors = {f"blk.0.{part}": tensor for part, tensor in own.items() if part.rpartition(".")[0] not in _BESIDE}
-        norm = beside.get(_NORM, self._file.tensors.get("output_norm.weight"))
+        norm = next((beside[name] for name in _NORMS if name in beside), self._file.tensors.get("output_norm.weight"))
         tensors |= {} if norm is None else {"output_norm.weight": norm}
         tensors |= {name: self._file.tensors[name] for name in self._known.factors if name in self._file.tensors}
         return replace(self._file, tensors=tensors)
