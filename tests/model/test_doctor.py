@@ -138,6 +138,9 @@ def test_layers_of_a_checkpoint_that_know_nothing_are_wrong(tmp_path: Path) -> N
     assert (code, method["name"], said["level"]) == (1, "mtp", "wrong")
     assert "Layers or norms are probably read wrongly" in said["remedy"]
     assert "has no witness of the target's hidden states" in said["remedy"]
+    _, found = examined(str(target), "--max-tokens", "16")  # where nobody says who drafts
+    assert [method["name"] for method in found["methods"]] == ["mtp", "suffix"]
+    assert found["target"]["prediction_layers"] == 1
 
 
 def test_a_draft_model_that_is_no_checkpoint_is_a_finding(tmp_path: Path) -> None:

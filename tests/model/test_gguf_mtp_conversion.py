@@ -23,6 +23,9 @@ from tests.model.test_gguf_mtp import FAMILIES, GREEDY, PROMPT, QWEN, Family, ma
 from tests.model.test_mtp import way
 
 pytest.importorskip("gguf")
+pytestmark = pytest.mark.by_change(
+    "src/outrider/lab/convert/", "src/outrider/loading/gguf/", "src/outrider/heads/", "tests/model/test_gguf_mtp"
+)
 families = pytest.mark.parametrize(
     "family", core(FAMILIES, FAMILIES[:2], "src/outrider/lab/convert/", "tests/model/test_gguf_mtp"), ids=str
 )

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from outrider import LLM, SamplingParams
 from outrider.errors import UnsupportedModelError
 
+pytestmark = pytest.mark.by_change("src/outrider/loading/", "tests/model/test_language_parts.py")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 TEXT: dict[str, Any] = {
@@ -67,7 +68,9 @@ def written(folder: str) -> list[int]:
     return list(llm.generate([PROMPT], GREEDY)[0].token_ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.core] if kind == "mistral3" else []) for kind in KINDS]
+)
 def test_texts_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
     folder, want = saved(kind, tmp_path)
     assert len(set(want)) > 3
