@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
@@ -18,6 +21,8 @@ from outrider import LLM, Gemma4Assistant, Ngram, SpeculationConfig
 from outrider.engine.drafting.planning import as_requested
 from outrider.errors import HeadMismatchError, ModelLoadError
 from outrider.heads import assistant as heads
+from outrider.lab.cli.doctor import _facts
+from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
 from outrider.propose import assistant
 from tests.model import checkpoints
@@ -306,6 +311,27 @@ def test_an_assistant_that_does_not_belong_is_refused(made: Made, tmp_path: Path
     with LLM(other, speculation="none") as llama, pytest.raises(HeadMismatchError) as caught:
         llama.generate([1, 2, 3], GREEDY, speculation=SpeculationConfig(method=Gemma4Assistant(model=short)))
     assert "is a llama" in caught.value.problem
+
+
+def test_doctor_offers_what_lies_beside_a_target(made: Made, tmp_path: Path) -> None:
+    """An assistant that fits, and a head that names the target; and nothing else."""
+    target = str(tmp_path / "models" / "gemma")
+    shutil.copytree(made.path, target)
+    own = save_assistant(tmp_path / "models" / "gemma-assistant", target)
+    wide = save_assistant(tmp_path / "models" / "other-assistant", target)
+    change(wide, _set(backbone_hidden_size=99))
+    (tmp_path / "models" / "broken").mkdir()
+    (tmp_path / "models" / "broken" / "config.json").write_text("{")
+    llama = checkpoints.save("llama", tmp_path / "models" / "llama", seed=3, layers=LAYERS)
+    head = save_random_dflash(tmp_path / "models" / "dspark", llama, "speculators dspark", draft_tokens=(1, 2, 3))
+    with LLM(target, speculation="none") as llm:
+        facts = model_facts(llm.engine.runner)
+    assert facts.beside == (own,)
+    table = Console(width=400, file=io.StringIO())
+    table.print(_facts("target", facts))
+    assert f"--draft-model {own}" in table.file.getvalue()
+    with LLM(llama, speculation="none") as llm:
+        assert model_facts(llm.engine.runner).beside == (head,)
 
 
 # -- named as a draft model ----------------------------------------------------------------------------------------------

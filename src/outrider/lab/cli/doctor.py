@@ -201,6 +201,7 @@ def _facts(what: str, facts: ModelFacts) -> RenderableType:
         rows.append(("running states", f"{facts.text_bytes / 1e6:,.2f} MB a text at most, beside the KV memory"))
     if facts.prediction_layers:
         rows.append(("prediction layers", f"{facts.prediction_layers} in its own files: method mtp"))
+    rows += [("lies beside it", f"{path}: draft with it by --draft-model {path}") for path in facts.beside]
     if what == "target":
         plain = _PLAIN.format("" if "cuda" in facts.device else _OR_INVARIANT)
         rows.append(("greedy and seeded", _SPED_UP if facts.invariant else plain))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -13,6 +14,8 @@ from outrider.building import num_prediction_layers
 from outrider.config import ModelConfig
 from outrider.errors import ModelError, OutriderError, ProposerError
 from outrider.govern.costs import Curve
+from outrider.heads.assistant import is_assistant, read_assistant_config
+from outrider.heads.formats.published import method_at, read_head_config
 from outrider.kernels.library import kernels_problem
 from outrider.lab.doctor.measure import Writing, pass_seconds, shifts, write
 from outrider.lab.doctor.verdict import Acceptance, Finding, Level, Situation, Terms, judge_acceptance, judge_speed
@@ -21,8 +24,10 @@ from outrider.lab.measure.machine import LoadWatch
 from outrider.lab.measure.writing import Contestant, EncodedTask, believed_rounds, interleave, mean_length
 from outrider.lab.train.trainer import by_position
 from outrider.llm import LLM
+from outrider.loading import hf_modules
 from outrider.loading.configuration import read_context
 from outrider.loading.fit import available_bytes
+from outrider.loading.loaded_model import LoadedModel
 from outrider.loading.sources import check_sources
 from outrider.loading.templates import TemplateLimits, render_conversation, renders_by_template
 from outrider.loading.tokenizers import given_tokenizer
@@ -64,6 +69,7 @@ class ModelFacts:
     requests: dict[int, int]  # how many requests of each length fit into the KV memory at a time
     text_bytes: int = 0  # memory that the running states of a text take at most; 0 for a model without them
     prediction_layers: int = 0  # of its own files that predict several tokens, with which `mtp` drafts
+    beside: tuple[str, ...] = ()  # paths beside its own where something lies that was made to draft for it
     kernels_problem: str | None = None  # what is wrong with the compiled kernels, so that they are not used, and the remedy
 
 
@@ -87,8 +93,32 @@ def model_facts(runner: ModelRunner) -> ModelFacts:
         requests={length: blocks.num_blocks // blocks.blocks_for(length) for length in lengths},
         text_bytes=runner.text_bytes,
         prediction_layers=num_prediction_layers(loaded),
+        beside=tuple(drafts_beside(loaded)),
         kernels_problem=kernels_problem(),
     )
+
+
+def drafts_beside(loaded: LoadedModel) -> list[str]:
+    """Paths in the folder around that of a model where an assistant of it lies, or a published head that names it."""
+    path, found = Path(loaded.name), list[str]()
+    if not path.exists():
+        return found  # it was named by a hub id, or given loaded
+    config = hf_modules.decoder_config(loaded.model.config)
+    for other in sorted(path.resolve().parent.iterdir()):
+        if other == path.resolve():
+            continue
+        try:
+            if is_assistant(str(other)):
+                assistant = read_assistant_config(str(other))
+                sizes = (assistant.target_hidden_size, assistant.vocab_size)
+                fits = sizes == (config.hidden_size, loaded.vocab_size) and config.model_type.startswith("gemma4")
+            else:
+                head = read_head_config(str(other)) if method_at(str(other)) is not None else None
+                fits = head is not None and Path(head.verifier).name == path.resolve().name
+        except OutriderError:
+            continue  # something else lies there, or something that cannot be read
+        found += [str(other)] if fits else []
+    return found
 
 
 # --- Runs an examination: files first, then the loaded models, then measured texts.
