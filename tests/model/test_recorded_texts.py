@@ -55,6 +55,7 @@ def write(folder: Path, half: int | None = None) -> dict[str, list[Any]]:
         heads[method] = save_random_eagle(folder / method, default_model("target"), layout, scale=0.1)
     heads["mtp"] = save_random_mtp(folder / "mtp", default_model("target"), "deepseek_v3", 2, scale=0.1)
     heads["dflash"] = save_random_dflash(folder / "dflash", default_model("target"), scale=0.1)
+    heads["dspark"] = save_random_dflash(folder / "dspark", default_model("target"), "deepspec", scale=0.1)
     heads["peagle"] = save_random_peagle(folder / "peagle", default_model("target"), scale=0.1)
     found: dict[str, list[Any]] = {}
     for turn, way in enumerate((*METHODS, *RULES)):

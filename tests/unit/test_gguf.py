@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
-from outrider.lab.convert.gguf import FAMILIES, FileFamily, file_tensors, write_gguf
+from outrider.lab.convert.gguf import write_gguf
+from outrider.lab.convert.gguf_families import FAMILIES, FileFamily
 from outrider.lab.peers.base import PeerMode, PeerModels, PeerRequest
 from tests.model import checkpoints
 
@@ -95,7 +96,8 @@ def test_halves_of_a_head_become_neighbours():
 
     rows = np.arange(8)[:, None] * np.ones((1, 3))  # 2 heads of 4
     config = LlamaConfig(num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
-    weight, bias = file_tensors(config, [f"model.layers.0.self_attn.q_proj.{kind}" for kind in ("weight", "bias")])
+    names = [f"model.layers.0.self_attn.q_proj.{kind}" for kind in ("weight", "bias")]
+    weight, bias = FAMILIES["llama"].tensors(config, names)
     assert (weight.name, bias.name) == ("blk.0.attn_q.weight", "blk.0.attn_q.bias")
     assert weight.arranged(rows)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
     assert bias.arranged(np.arange(8)).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
