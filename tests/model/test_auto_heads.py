@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.govern import acceptance
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.lab.prove.tiny import save_random_heads
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_peagle
@@ -57,6 +58,7 @@ def test_it_writes_what_plain_decoding_writes(
     paths: tuple[str, ...], params: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(keeping.VARIABLE, "off")
+    monkeypatch.setattr(acceptance, "_SLOPE", 0.0)  # a target with random weights is sure of nothing, and all shall draft
 
     def steady(work: StepWork, times: StepTimes) -> StepTimes:
         drafts = 0.001 * sum(1 if each.method in AT_ONCE else each.levels for each in work.drafts)

@@ -76,7 +76,8 @@ def llm() -> LLM:
 
 
 def test_every_method_takes_part() -> None:
-    assert {way["method"] for way in WAYS} == {"none", *settings._BUILT_IN}
+    others = {"gemma4_assistant"}  # it drafts for another target
+    assert {way["method"] for way in WAYS} == {"none", *settings._BUILT_IN} - others
 
 
 @pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -171,6 +171,8 @@ _LEAST, _MOST = 0.03, 0.97
 _SLOPE = 0.8
 #: Tokens that confidence looks back on, and as how many it weighs that the text is a usual one. Shows there, too.
 _CONFIDENCE_MEMORY, _USUAL_WEIGHT = 16.0, 2.0
+#: Means between which confidence says something: real targets were that sure of the answers that were measured.
+_LEAST_SURE, _MOST_SURE = 0.25, 0.995
 
 
 @dataclass
@@ -238,7 +240,7 @@ class Confidence:
     @property
     def log_odds(self) -> float:
         """Log odds of the mean, in steps of a tenth, since what is computed from them is kept."""
-        mean = min(max(self._sum / self._weight, _LEAST), 1.0 - _LEAST / 6.0)
+        mean = min(max(self._sum / self._weight, _LEAST_SURE), _MOST_SURE)
         return round(log(mean / (1.0 - mean)), 1)
 
 
