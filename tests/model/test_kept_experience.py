@@ -11,6 +11,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.engine.drafting import drafting
+from outrider.govern import acceptance as governing
 from outrider.govern.acceptance import KEPT, AcceptanceModel
 from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.model import keeping
@@ -27,6 +28,7 @@ def pair(tmp_path: Path) -> tuple[str, str]:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of what is kept. Costs are not measured, so that choices come again."""
     monkeypatch.setattr(drafting, "calibrate", lambda runner, drafts: FREE)
+    monkeypatch.setattr(governing, "_SLOPE", 0.0)  # a target with random weights is sure of nothing, and both shall draft
     monkeypatch.setenv(keeping.VARIABLE, str(tmp_path / "kept"))
     return tmp_path / "kept"
 

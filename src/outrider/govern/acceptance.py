@@ -10,7 +10,7 @@ of text is followed; where outcomes are too unlikely under the present estimate,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log, prod, sqrt
 
@@ -21,8 +21,9 @@ from math import exp, log, prod, sqrt
 POSITIONS = 12
 #: Drafts that the share of a position weighs as a prior for the next one. Shows in "later tokens stand less often".
 _BEFORE_WEIGHT = 8.0
-#: Log odds of a target's most likely token in a text of which nothing was seen.
-USUAL_CONFIDENCE = 1.1
+#: Log odds of a target's most likely token in a text of which nothing was seen. By the regression of `_SLOPE`, draft tokens
+#: stand there as often as is believed of a method before anything was seen.
+USUAL_CONFIDENCE = 0.4
 #: What a file may say at most: drafts of one position, tokens that the text gained with one draft, and log odds.
 _MOST_TRIED, _MOST_GAINED, _MOST_CONFIDENCE = 1e6, 1e4, 10.0
 
@@ -299,10 +300,17 @@ class Outlook:
 
 class AcceptanceModel:
     """Learns what methods are worth to requests, from the chances that are taken before anything was seen and from what
-    earlier processes learnt. That is believed as little as a few drafts are."""
+    earlier processes learnt. That is believed as little as a few drafts are. The target's confidence says something of
+    models alone: `lookups` find what was written before, however sure the target is."""
 
-    def __init__(self, priors: dict[str, float], known: Mapping[str, Experience] | None = None) -> None:
+    def __init__(
+        self,
+        priors: dict[str, float],
+        known: Mapping[str, Experience] | None = None,
+        lookups: Collection[str] = (),
+    ) -> None:
         self._priors = priors
+        self._lookups = frozenset(lookups)
         self._known = dict(known or {})
         self._shared: dict[tuple[Hashable, str], _ScopeCounts] = {}
         self._own: dict[int, dict[str, _Own]] = {}
@@ -335,7 +343,8 @@ class AcceptanceModel:
         now = self._confidence[request].log_odds
         by = (by, steady, known.version, weight, now)
         if own.outlook is None or own.outlook[0] != by:
-            more = _SLOPE * (now - known.stands.confidence(prior.confidence, weight))
+            slope = 0.0 if method in self._lookups else _SLOPE
+            more = slope * (now - known.stands.confidence(prior.confidence, weight))
             stands = [_shifted(chance, more) for chance in known.stands.chances(prior.stands, weight)]
             exists = known.exists.chances(prior.exists, weight)
             own.outlook = by, Outlook(_by_length(stands, known.stands.tokens_of_good_drafts), exists)

@@ -73,7 +73,7 @@ class Governor:
         self._differences = {each.name: Differences() for each in candidates if each.composite is not None}
         self._here = self._knowledge.of(1, 0)
         known = {each.name: each.experience for each in candidates if each.experience is not None}
-        self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates}, known)
+        self.acceptance = AcceptanceModel({each.name: each.prior for each in candidates}, known, self._lookups)
         self.chosen: Counter[tuple[str, int]] = Counter()  # by method and length; ("none", 0) is plain decoding
         self._max_rows = max_rows
         self._plan, self._plan_reason = DraftPlan(), ""
