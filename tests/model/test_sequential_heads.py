@@ -239,6 +239,20 @@ def test_a_head_of_deepspec_without_the_small_heads_is_one_of_dflash(
     assert watch.deepest == 5, "the last token of the text drafts, too"
 
 
+def test_without_a_sequential_head_low_confidence_is_that_of_the_token(made: Made, tmp_path: Path) -> None:
+    """A confidence head that reads the states alone says nothing of the tokens of a draft, so it ends none."""
+    how: dict[str, Any] = {"layout": "deepspec", "markov_rank": 0, "confidence_head_with_markov": False}
+    head = save_random_dflash(tmp_path / "head", made.path, scale=0.1, **how)
+    llm, lengths = load(made), list[set[int]]()
+    for least in (0.0, 1.0):
+        way = SpeculationConfig(method=DSpark(model=head, min_confidence=least), num_draft_tokens=4)
+        outputs = llm.generate(PROMPTS, GREEDY, speculation=way, trace=True)
+        assert faults(outputs) == 0
+        lengths.append({len(found.token_ids) for output in outputs for found in output.first.rounds or ()})
+    assert max(lengths[0]) == 4
+    assert max(lengths[1]) == 1
+
+
 def _set(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda mapping: mapping.update(fields)
 

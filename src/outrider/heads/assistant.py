@@ -89,7 +89,7 @@ def _layers(folder: str, kind: str, fields: dict[str, Any]) -> Any:
 
 
 class _AllShare:
-    """What transformers 5.23 raises for where all layers share: none of them keeps keys and values."""
+    """A configuration in which no layer keeps keys and values of its own. transformers 5.23 raises for it."""
 
     @property
     def kv_sharing_modes(self) -> list[str]:

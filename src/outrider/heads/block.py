@@ -80,8 +80,8 @@ class BlockRunner(HeadRunner[BlockHeadNetwork | ParallelNetwork]):
 
     @property
     def judges(self) -> bool:
-        """Tells if the head guesses the chances of places."""
-        return self._confidence is not None
+        """Tells if the head guesses the chances of places, given the tokens before them."""
+        return self.is_sequential and self._confidence is not None
 
     def begin_path(self, block: DraftedBlock) -> Tensor:
         """The state of the sequential head before the first place of a block."""

@@ -59,12 +59,10 @@ def is_head(folder: str) -> bool:
 def method_at(path: str) -> str | None:
     """The method of the head in a folder or a GGUF file; None where there is none."""
     if is_gguf(path):
-        form = _format_of({ARCHITECTURE: Values(read_gguf(path)).architecture}, GGUF_FORMATS)
-    elif is_head(path):
-        form = _format_of(read_config(path))
+        known = _format_of({ARCHITECTURE: Values(read_gguf(path)).architecture}, GGUF_FORMATS) is not None
     else:
-        return None
-    return None if form is None else form.read(path, {} if is_gguf(path) else read_config(path)).method
+        known = is_head(path)
+    return read_head_config(path).method if known else None
 
 
 def read_head_config(folder: str) -> FeatureHeadConfig:
