@@ -1,4 +1,4 @@
-"""Heads of EAGLE-3 and DFlash as GGUF files, written with the gguf package as llama.cpp's converter writes them."""
+"""Heads of EAGLE-3 and DFlash, and assistants of Gemma 4, as llama.cpp's converter writes them in GGUF files."""
 
 from __future__ import annotations
 
@@ -118,6 +118,56 @@ def write_block_head(folder: str, path: Path, *, stored: str = "F32", architectu
             _, number, part = [*place.split(".", 2), "", ""][:3]
             new = theirs.get(place) or f"blk.{number}.{own[part]}"
             _add(writer, f"{new}.{kind}", weight, stored if weight.dim() > 1 else "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+#: llama.cpp's names for parts of the layers of assistants, and transformers'.
+_ASSISTANT_LAYER = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "post_ffw_norm": "post_feedforward_layernorm", "layer_output_scale": "layer_scalar",
+}  # fmt: skip
+
+
+def write_assistant(folder: str, path: Path, *, stored: str = "F32") -> str:
+    """Write an assistant of Gemma 4 as a GGUF file, without clusters of its vocabulary; returns its path."""
+    mapping = json.loads((Path(folder) / "config.json").read_text())
+    sizes = mapping["text_config"]
+    full, sliding = (sizes["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))
+    narrow, count = sizes["head_dim"], sizes["num_hidden_layers"]
+    wide = sizes["per_layer_config"][str(sizes["layer_types"].index("full_attention"))]["head_dim"]
+    values: dict[str, Any] = {
+        "context_length": sizes["max_position_embeddings"], "embedding_length": sizes["hidden_size"],
+        "block_count": count, "feed_forward_length": sizes["intermediate_size"],
+        "attention.head_count": sizes["num_attention_heads"], "attention.head_count_kv": sizes["num_key_value_heads"],
+        "attention.key_length": wide, "attention.value_length": wide, "attention.key_length_swa": narrow,
+        "attention.value_length_swa": narrow, "attention.layer_norm_rms_epsilon": sizes["rms_norm_eps"],
+        "attention.sliding_window": sizes["sliding_window"], "attention.shared_kv_layers": count,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in sizes["layer_types"]],
+        "embedding_length_per_layer_input": 0, "rope.dimension_count": wide, "rope.dimension_count_swa": narrow,
+        "rope.freq_base": float(full["rope_theta"]), "rope.freq_base_swa": float(sliding["rope_theta"]),
+        "embedding_length_out": mapping["backbone_hidden_size"], "nextn_predict_layers": count,
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, "gemma4-assistant")
+    adds = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for name, value in values.items():
+        adds[type(value)](f"gemma4-assistant.{name}", value)
+    turning = int(wide * full["partial_rotary_factor"] / 2)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turning + [1e30] * (wide // 2 - turning), np.float32))
+    theirs = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "pre_projection": "nextn.pre_projection",
+        "post_projection": "nextn.post_projection",
+    }  # fmt: skip
+    parts = {f"model.layers.{i}.{own}": f"blk.{i}.{ours}" for i in range(count) for ours, own in _ASSISTANT_LAYER.items()}
+    for name, weight in load_file(Path(folder) / "model.safetensors").items():
+        new = (theirs | parts).get(name.removesuffix(".weight"))
+        if new is not None:
+            _add(writer, f"{new}.weight", weight, stored if weight.dim() > 1 else "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -19,15 +19,16 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 
 from outrider import LLM, Gemma4Assistant, Ngram, SpeculationConfig
 from outrider.engine.drafting.planning import as_requested
-from outrider.errors import HeadMismatchError, ModelLoadError
+from outrider.errors import HeadMismatchError, ModelLoadError, UnsupportedModelError
 from outrider.heads import assistant as heads
 from outrider.lab.cli.doctor import _facts
 from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
 from outrider.propose import assistant
+from outrider.propose.defaults import _drafter_at as drafter_at
 from tests.model import checkpoints
 from tests.model.checkpoints import VOCAB_SIZE, WINDOW
-from tests.model.gguf_heads import write_block_head
+from tests.model.gguf_heads import write_assistant, write_block_head
 from tests.model.test_feature_heads import BOUND, GREEDY, LAYERS, PROMPTS, SEEDED, faults, load, texts
 from tests.model.test_hostile_heads import change, exchange
 from tests.model.test_target import Oracle
@@ -210,6 +211,31 @@ def test_it_runs_in_the_precision_of_its_target(made: Made, monkeypatch: pytest.
             outputs = llm.generate(PROMPTS, GREEDY, speculation=made.way(name))
             assert faults(outputs) == 0
             assert llm.stats.finished.num_draft_tokens > 0
+
+
+def test_a_gguf_file_drafts_as_the_folder_does(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_assistant(made.folders["all tokens"], tmp_path / "assistant.gguf")
+    watch, llm = Watch(made.reference("all tokens"), monkeypatch), load(made)
+    drafts = []
+    for path in (file, made.folders["all tokens"]):
+        way = SpeculationConfig(method=Gemma4Assistant(model=path), num_draft_tokens=4)
+        outputs = llm.generate(PROMPTS, SEEDED, speculation=way, trace=True)
+        assert faults(outputs) == 0
+        drafts.append([found.token_ids for output in outputs for found in output.first.rounds or ()])
+    assert drafts[0] == drafts[1]
+    assert any(map(len, drafts[0]))
+    assert watch.worst <= BOUND
+    assert isinstance(drafter_at(file), Gemma4Assistant)
+
+
+def test_a_gguf_file_of_something_else_is_no_assistant(made: Made, tmp_path: Path) -> None:
+    llama = checkpoints.save("llama", tmp_path / "llama", seed=3, layers=LAYERS)
+    head = save_random_dflash(tmp_path / "head", llama, "deepspec")
+    file = write_block_head(head, tmp_path / "head.gguf")
+    assert not heads.is_assistant(file)
+    with pytest.raises(UnsupportedModelError) as caught:
+        heads.read_assistant_config(file)
+    assert "its architecture is dflash" in caught.value.problem
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------------------

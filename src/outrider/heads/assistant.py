@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from outrider.errors import HeadMismatchError, ModelLoadError
 from outrider.heads.checkpoint import use_kernels
 from outrider.heads.formats.folder import CONFIG, HeadTensor, read_config, read_tensors, refused
+from outrider.heads.formats.gguf import is_gguf_assistant, read_gguf_assistant, read_gguf_assistant_tensors
 from outrider.heads.lone import SeenContext, attend_alone, layer_config
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import attempt, exclusive_transformers
+from outrider.loading.gguf.header import is_gguf
 from outrider.model import hf
 from outrider.model.attention import Scores
 from outrider.model.runner import upcast_logits
@@ -45,13 +47,15 @@ class AssistantConfig:
 
 
 def is_assistant(folder: str) -> bool:
-    """Tells if a folder holds an assistant."""
+    """Tells if a folder or a GGUF file holds an assistant."""
+    if is_gguf(folder):
+        return is_gguf_assistant(folder)
     return (Path(folder) / CONFIG).is_file() and read_config(folder).get("model_type") in TYPES
 
 
 def read_assistant_config(folder: str) -> AssistantConfig:
-    """The description in a folder."""
-    mapping = read_config(folder)
+    """The description in a folder or a GGUF file."""
+    mapping = read_gguf_assistant(folder) if is_gguf(folder) else read_config(folder)
     kind = mapping.get("model_type")
     if kind not in TYPES:
         problem, remedy = "it is no assistant of Gemma 4", f"Use a folder whose model_type is {' or '.join(TYPES)}."
@@ -260,7 +264,7 @@ def _sources(config: AssistantConfig, target: Target) -> dict[str, int]:
 
 
 def open_assistant(folder: str, target: Target) -> Assistant:
-    """The assistant in a folder beside its target. Raises HeadMismatchError where it was made for another one."""
+    """The assistant in a folder or a GGUF file beside its target; HeadMismatchError where it was made for another one."""
     config = read_assistant_config(folder)
     for field, value, found in (
         ("hidden_size", config.target_hidden_size, target.hidden_size),
@@ -271,7 +275,7 @@ def open_assistant(folder: str, target: Target) -> Assistant:
             raise HeadMismatchError(folder, problem, _OTHER, field, value, found)
     _check_kind(config, target)
     network = AssistantNetwork(config)
-    _load(config, network, read_tensors(folder))
+    _load(config, network, read_gguf_assistant_tensors(folder) if is_gguf(folder) else read_tensors(folder))
     return Assistant(config, network.eval().requires_grad_(False).to(target.device, target.dtype), target)
 
 

@@ -22,7 +22,7 @@ class Gemma4Assistant(FolderMethod):
     """The assistant that is published with a Gemma 4 drafts token by token, from the target's keys, values and states.
 
     Attributes:
-        model: Local folder of the assistant.
+        model: Local folder of the assistant; or a GGUF file.
     """
 
     name: ClassVar[str] = "gemma4_assistant"

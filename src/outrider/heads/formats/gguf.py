@@ -1,8 +1,9 @@
-"""The formats of llama.cpp for heads of EAGLE-3, DFlash and DSpark: one GGUF file each."""
+"""The formats of llama.cpp for heads of EAGLE-3, DFlash and DSpark, and for assistants of Gemma 4: one GGUF file each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from outrider.heads.block_networks import (
 from outrider.heads.features import Eagle3Network, FeatureHeadConfig
 from outrider.heads.formats.deepspec import method_of
 from outrider.heads.formats.folder import FULL, SLIDING, Format, HeadTensor, read_layer, read_layers, widths
-from outrider.loading.gguf.architecture import ARCHITECTURES, Architecture, read_shape
+from outrider.loading.gguf import families
+from outrider.loading.gguf.architecture import ARCHITECTURES, PREDICTED, Architecture, read_shape
 from outrider.loading.gguf.arrangement import row_order
 from outrider.loading.gguf.header import AGAIN, GgufFile, read_gguf
-from outrider.loading.gguf.names import LAYER, stock_names
+from outrider.loading.gguf.names import GEMMA_4, LAYER, stock_names
 from outrider.loading.gguf.rotary import FREQUENCY_FACTORS
 from outrider.loading.gguf.values import Values
 
@@ -267,3 +269,41 @@ GGUF_DFLASH = Format(
     read=_read_dflash,
     tensors=lambda path: _read_tensors(read_gguf(path)),
 )
+
+
+# --- The format of llama.cpp's assistants of Gemma 4: its names and values of that family, and two projections.
+#
+# All layers count as such that predict tokens. The converter leaves clusters of the vocabulary out, so that all tokens
+# are scored, and it does not tell unified models from the others.
+
+
+_ASSISTANT = "gemma4-assistant"
+
+
+def is_gguf_assistant(path: str) -> bool:
+    """Tells if a GGUF file holds an assistant of Gemma 4."""
+    return Values(read_gguf(path)).architecture == _ASSISTANT
+
+
+def read_gguf_assistant(path: str) -> dict[str, Any]:
+    """What the configuration of an assistant says in a folder, from a GGUF file."""
+    file = read_gguf(path)
+    if (kind := Values(file).architecture) != _ASSISTANT:
+        problem = f"its architecture is {kind}, and assistants in GGUF files are of {_ASSISTANT}"
+        raise UnsupportedModelError(path, problem, ORIGINAL)
+    own = {key: value for key, value in file.metadata.items() if key != f"{_ASSISTANT}.{PREDICTED}"}
+    values = Values(replace(file, metadata=own))
+    layers = read_shape(values, ARCHITECTURES["gemma4"]) | families.gemma_4(values)
+    return {
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": values.count("embedding_length_out"),
+        "text_config": layers | {"vocab_size": values.rows_of("token_embd.weight", 0)},
+    }
+
+
+def read_gguf_assistant_tensors(path: str) -> dict[str, HeadTensor]:
+    """The tensors of an assistant in a GGUF file, by their names in folders."""
+    found = _read_tensors(read_gguf(path), (FREQUENCY_FACTORS,))
+    return {
+        own: tensor for name, tensor in found.items() for own in stock_names(GEMMA_4, name) or [name.removeprefix("nextn.")]
+    }
