@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from outrider import DFlash, DSpark, SpeculationConfig
+from outrider.engine.drafting.proposers import TreeBuilders
 from outrider.errors import HeadMismatchError, ModelLoadError
 from outrider.heads.block_networks import MarkovHead, MarkovStep
 from outrider.heads.formats.published import read_head_config
 from outrider.heads.formats.writing import convert_head
 from outrider.lab.prove.tiny_heads import save_random_dflash
 from outrider.propose import parallel
+from outrider.propose.tree import CHAIN
 from outrider.propose.trees import growth
+from outrider.propose.trees.adaptive import FixedPace, JudgedChain
 from tests.model import checkpoints
 from tests.model.block_reference import BlockReference
 from tests.model.gguf_heads import write_block_head
@@ -46,7 +49,7 @@ class Made(NamedTuple):
 
     def way(self, name: str, **settings: Any) -> SpeculationConfig:
         settings = settings if "tree" in settings else {"num_draft_tokens": 3, **settings}
-        least = settings.pop("min_confidence", 0.0)
+        least: float | None = settings.pop("min_confidence", 0.0)
         return SpeculationConfig(method=DSpark(model=self.heads[name], min_confidence=least), **settings)
 
     def reference(self, name: str) -> BlockReference:
@@ -75,7 +78,8 @@ def test_logits_are_those_of_the_reference_over_the_whole_block(
     made: Made, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch, llm = Watch(made.reference(name), monkeypatch, growth), load(made, dtype="float32")
-    way = SpeculationConfig(method=DSpark(model=made.heads[name]))  # a whole block, unless somebody says how long
+    # A whole block, unless somebody says how long.
+    way = SpeculationConfig(method=DSpark(model=made.heads[name], min_confidence=0.0))
     outputs = llm.generate(PROMPTS[0], GREEDY.replace(max_tokens=10), speculation=way)
     assert faults(outputs) == 0
     assert watch.worst <= BOUND
@@ -163,6 +167,33 @@ def test_nothing_is_drafted_at_a_place_that_is_unlikely_to_stand(
     assert texts(outputs) == texts(llm.generate(PROMPTS, params.replace(max_tokens=24), speculation="none"))
 
 
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_the_engine_ends_each_draft_where_a_row_is_not_worth_its_time(made: Made, params: Any) -> None:
+    llm, params = load(made), params.replace(max_tokens=24)
+
+    def lengths(least: float | None, price: float) -> list[int]:
+        llm.engine.drafting.builders.use_pace(FixedPace({1: 1.0, 64: 1.0 + 63 * price}))
+        way = made.way("vanilla", num_draft_tokens=4, min_confidence=least)
+        outputs = llm.generate(PROMPTS, params, speculation=way, trace=True)
+        assert faults(outputs) == 0
+        assert texts(outputs) == texts(llm.generate(PROMPTS, params, speculation="none"))
+        return [len(found.token_ids) for output in outputs for found in (output.first.rounds or ())[1:]]
+
+    free, dear, whole = lengths(None, 0.0), lengths(None, 0.06), lengths(0.0, 0.06)
+    assert free == whole
+    assert len(set(dear)) > 2
+    assert sum(dear) / len(dear) < sum(whole) / len(whole)
+
+
+def test_a_text_that_must_come_again_follows_no_clock_where_rows_depend_on_their_pass(made: Made) -> None:
+    llm = load(made)
+    host = llm.engine.proposers.find(made.way("vanilla", min_confidence=None).method)
+    for invariant, repeated, once in ((True, JudgedChain, JudgedChain), (False, type(CHAIN), JudgedChain)):
+        builders = TreeBuilders(llm.engine.proposers, lambda: FixedPace({1: 1.0}), invariant=invariant)
+        assert type(builders.of(host, (), comes_again=True)) is repeated
+        assert type(builders.of(host, ())) is once
+
+
 # -- planted bugs ------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +234,8 @@ def test_a_head_of_deepspec_goes_to_the_speculators_package_and_drafts_the_same(
     llm = load(made)
     for name in ("vanilla", "gated", "rnn"):
         convert_head(made.heads[name], "speculators", tmp_path / name, made.path)
-        ways = [made.way(name), SpeculationConfig(method=DSpark(model=str(tmp_path / name)), num_draft_tokens=3)]
+        other = DSpark(model=str(tmp_path / name), min_confidence=0.0)
+        ways = [made.way(name), SpeculationConfig(method=other, num_draft_tokens=3)]
         first, second = (llm.generate(PROMPTS, SEEDED, speculation=way, trace=True) for way in ways)
         drafts = [[r.token_ids for o in outputs for r in o.first.rounds or ()] for outputs in (first, second)]
         assert drafts[0] == drafts[1]

@@ -34,6 +34,19 @@ DEEP_MUTANTS = (
         "deep_low_confidence",
     ),
     *_from_depth(
+        "a chain drops its last token where the place behind it is not worth its row",
+        2,
+        "propose/trees/adaptive.py",
+        "        return {last: 1} if pays or (last < 0 and self._is_time_to_try()) else {}\n",
+        lambda d: (
+            f"        if not pays and growth.node(last).depth >= {d}:\n"
+            "            growth.nodes.pop()\n"
+            "        return {last: 1} if pays or (last < 0 and self._is_time_to_try()) else {}\n"
+        ),
+        "deep_judged",
+        (3, 2, 4, 5),  # a chain seldom ends elsewhere
+    ),
+    *_from_depth(
         "bad words lose the oldest committed tokens",
         11,
         "verify/processing.py",

@@ -99,6 +99,10 @@ def deep_low_confidence() -> None:
     _deep("low confidence, block", "low confidence, token")
 
 
+def deep_judged() -> None:
+    _deep("lengths by their worth, block", "lengths by their worth, token")
+
+
 def deep_bad_words() -> None:
     _deep("bad words")
 

@@ -68,7 +68,7 @@ DRAWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "EAGLE-3, best-first tree": ({"method": "eagle3", "tree": "best_first"}, {"top_p": 0.95}),
     "layers of the checkpoint, tree": ({"method": "mtp", "tree": (3, 2, 1)}, {"top_p": 0.95, **_FEW}),
     "DFlash, best-first tree": ({"method": "dflash", "tree": "best_first"}, {"temperature": 0.8, **_FEW}),
-    "DSpark": ({"method": "dspark", "num_draft_tokens": 4}, {"temperature": 0.8, **_FEW}),
+    "DSpark": ({"method": "dspark", "num_draft_tokens": 4, "min_confidence": 0.0}, {"temperature": 0.8, **_FEW}),
     "DSpark, tree": ({"method": "dspark", "tree": (3, 2, 1)}, {"top_p": 0.95, **_FEW}),
     "P-EAGLE, tree": ({"method": "peagle", "tree": (3, 2, 1)}, {"temperature": 0.8, **_FEW}),
     "staged, a lookup": ({"method": "staged", "drafter": "ngram", "num_draft_tokens": 5}, {}),

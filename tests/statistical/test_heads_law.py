@@ -19,6 +19,7 @@ from outrider.propose.parallel import BlockProposer
 from outrider.propose.row_heads import RowHeadsProposer
 from outrider.propose.staged import StagedProposer
 from outrider.propose.trees import growth
+from outrider.propose.trees.adaptive import FixedPace, JudgedChain
 
 BY_NAME = {setting.name: setting for setting in HEADS_SETTINGS}
 
@@ -45,7 +46,12 @@ REPEATS = (
     *("EAGLE-3, Sequoia's tree", "EAGLE-3 behind Medusa", "EAGLE-3, then the draft model"),
     *("EAGLE, seeded", "EAGLE, two samples"),
     *("MTP, seeded", "MTP, tree, recursive rejection", "MTP, two samples", "MTP, Sequoia's tree"),
-    *("DFlash, two samples", "DFlash, best-first tree"),
+    *(
+        "DFlash, two samples",
+        "DFlash, best-first tree",
+        "DSpark, lengths by their worth, token",
+        "the engine chooses, DSpark",
+    ),
     *("P-EAGLE, block", "P-EAGLE, two samples", "P-EAGLE, best-first tree", "P-EAGLE, Sequoia's tree"),
     *("staged, Medusa's heads of the draft model", "the engine chooses, EAGLE-3"),
     *(f"merge of EAGLE-3 and the draft model, {rule}" for rule in ("block", "token")),
@@ -67,6 +73,23 @@ def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     inside = {stage.split(".")[-1] for stage, count in stats.drafted_by_stage.items() if count}
     assert {method for method in methods if f"'{method}'" in named} <= {*stats.drafted_by_method} | inside
     assert ("staged" in named) == any(stats.drafted_by_stage.values()), "heads of the draft model have guessed"
+
+
+@pytest.mark.parametrize("way", ["block", "seeded"])
+def test_joint_distribution_where_rows_are_dear(proof: EngineProof, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Drafts end behind some drawn tokens, and go on behind others."""
+    seen, stock = set[tuple[int, bool]](), JudgedChain.children
+
+    def watched(self: JudgedChain, grown: Any, company: int) -> dict[int, int]:
+        found = stock(self, grown, company)
+        seen.add((len(grown.nodes), bool(found)))
+        return found
+
+    monkeypatch.setattr(JudgedChain, "children", watched)
+    builders = proof.llm.engine.drafting.builders
+    monkeypatch.setattr(builders, "_pace", FixedPace({1: 1.0, 64: 1.0 + 63 * 0.02}))
+    assert proof.prove(BY_NAME[f"DSpark, lengths by their worth, {way}"], 3, faultless=True).passed
+    assert seen >= {(1, True), (1, False)}
 
 
 def test_every_setting_has_a_name_of_its_own() -> None:

@@ -14,7 +14,15 @@ from torch import Tensor
 from outrider.draft import Confidence, Draft, Law
 from outrider.propose.base import DraftNoise, Drawn, ProposeRequest
 from outrider.propose.tree import CHAIN, AcceptanceRates, StaticTree, TreeBuilder, cut, tried
-from outrider.propose.trees.adaptive import AcceptanceProfile, BestFirstTree, FixedPace, Pace, SequoiaTree, best_tree
+from outrider.propose.trees.adaptive import (
+    AcceptanceProfile,
+    BestFirstTree,
+    FixedPace,
+    JudgedChain,
+    Pace,
+    SequoiaTree,
+    best_tree,
+)
 from outrider.propose.trees.growth import Growth, add_level
 from outrider.verify.noise import KeyedNoise
 from tests.unit.builders import make_sequence
@@ -166,10 +174,75 @@ def test_a_bad_stretch_does_not_end_drafting_for_good() -> None:
     assert min(drafted(True, 400)[-20:]) > 0
 
 
+def test_what_is_never_seen_does_not_fade_to_nothing() -> None:
+    rates = AcceptanceRates()
+    before = rates.usual(DRAWN, 0, 1), rates.before(DRAWN, 0, 1, 0.5)
+    for _ in range(2000):
+        rates.fade()
+    assert (rates.usual(DRAWN, 0, 1), rates.before(DRAWN, 0, 1, 0.5)) == pytest.approx(before, abs=0.2)
+
+
 def test_no_budget_is_no_tree() -> None:
-    for builder in (BestFirstTree(FREE), SequoiaTree(FREE), CHAIN):
+    for builder in (BestFirstTree(FREE), JudgedChain(FREE), SequoiaTree(FREE), CHAIN):
         for budget, max_depth in ((0, 9), (9, 0), (0, 0)):
             assert not grow([request(builder, budget, max_depth)], flat)[0].nodes
+
+
+# -- chains from heads that guess the chances of places ----------------------------------------------------------------
+
+
+def priced(price: float) -> JudgedChain:
+    """A builder where each row must bring so many tokens."""
+    return JudgedChain(FixedPace({1: 1.0, 64: 1.0 + 63 * price}))
+
+
+def judged(asked: Sequence[ProposeRequest], *chances: Callable[[tuple[int, ...]], float]) -> list[Growth]:
+    """Chains whose head guesses these chances of the place behind a path."""
+    growths = [Growth.of(replace(each, drawn=Drawn()), each.budget, each.max_depth) for each in asked]
+    while active := [i for i, growth in enumerate(growths) if growth.growing]:
+        for i in active:
+            growths[i].chances |= {node: chances[i](growths[i].path(node)) for node in growths[i].level}
+        going = [growths[i] for i in active]
+        add_level(going, torch.stack([flat(()) for growth in going]), DraftNoise(KeyedNoise()))
+    return growths
+
+
+def test_a_chain_ends_where_the_chance_of_its_next_place_is_below_the_price_of_a_row() -> None:
+    sizes = [len(judged([request(priced(price), 12)], lambda path: 0.7)[0].nodes) for price in (0.0, 0.1, 0.2, 0.6, 0.9)]
+    assert sizes == [12, 6, 4, 1, 0]  # 0.7 ** 6 is 0.12, and 0.7 ** 4 is 0.24
+
+
+def test_each_chain_of_a_batch_has_its_own_length() -> None:
+    pace = priced(0.05)
+    asked = [request(pace, 12, seed=seed) for seed in range(3)]
+    growths = judged(asked, lambda path: 0.95, lambda path: 0.5, lambda path: 0.95 if len(path) < 2 else 0.01)
+    assert [len(growth.nodes) for growth in growths] == [12, 4, 2]
+
+
+def test_whether_a_place_is_drafted_does_not_depend_on_its_own_token() -> None:
+    """A token decides what comes behind it: behind an even one nothing pays."""
+    lengths = set()
+    for seed in range(60):
+        (growth,) = judged([request(priced(0.2), 3, seed=seed)], lambda path: 0.1 if path and path[-1] % 2 == 0 else 0.9)
+        tokens = [node.token_id for node in growth.nodes]
+        lengths.add(len(tokens))
+        assert all(token % 2 for token in tokens[:-1])
+        assert len(tokens) == 3 or tokens[-1] % 2 == 0
+    assert lengths == {1, 2, 3}
+
+
+def test_how_often_a_head_is_right_that_is_too_sure_is_learnt() -> None:
+    builder = priced(0.3)
+
+    def length(stood: int, count: int) -> int:
+        for seed in range(count):
+            (growth,) = judged([request(builder, 6, seed=seed)], lambda path: 0.9)
+            builder.learn(growth.draft(), set(range(min(stood, len(growth.nodes)))), DRAWN)
+        return len(growth.nodes)
+
+    assert length(1, 60) <= 2, "of two tokens one stands"
+    assert length(0, 150) <= 1
+    assert length(6, 400) == 6, "it goes on trying"
 
 
 # -- low confidence ----------------------------------------------------------------------------------------------------

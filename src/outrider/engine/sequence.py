@@ -72,6 +72,11 @@ class Request:
         return self.prompt_token_ids if self.source_token_ids is None else self.source_token_ids
 
     @property
+    def comes_again(self) -> bool:
+        """Tells whether the same request is to have the same text, which no clock may change."""
+        return self.params.greedy or self.params.seed is not None
+
+    @property
     def finished(self) -> bool:
         return self.error is not None or all(seq.status is Status.FINISHED for seq in self.sequences)
 

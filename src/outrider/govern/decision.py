@@ -214,6 +214,7 @@ class MethodCandidate:
     longest: int  # most draft tokens
     lookup: bool = False  # whether it needs no model of its own, so that it costs little and has nothing to read first
     in_one_pass: bool = False  # whether a draft takes one pass of its own, however long it is
+    ends_drafts: bool = False  # whether it ends drafts by itself, before the length that it is asked for
     prior: float = 0.6  # chance that its draft tokens stand, before anything was seen
     experience: Experience | None = None  # what it showed in earlier processes
     #: How it is made of other candidates; None for a method by itself. What is learnt is learnt of those.

@@ -300,7 +300,8 @@ class Governor:
         self._exploration.win(accepted * self._worths.get(request, 1.0))
 
     def _observe_member(self, request: int, draft: MemberDraft, tokens: float) -> None:
-        if draft.member in self._lookups or not draft.offered:
+        candidate = self.candidates[draft.member]
+        if candidate.lookup or candidate.ends_drafts or not draft.offered:
             self.acceptance.observe_offer(request, draft.member, draft.asked, draft.offered)
         self._changed |= self.acceptance.observe(request, draft.member, draft.scores, tokens)
 

@@ -403,6 +403,8 @@ class Proposer:
 
     #: What `observe` must bring; None for a proposer that is shown nothing.
     requires: Requirements | None = None
+    #: Whether it tells drafts how likely places stand (`Growth.chances`), and leaves to the engine where a chain ends.
+    judges: bool = False
 
     def begin(self, sequence: ProposerSequence) -> None:
         """The sequence will be drafted for; called before anything else is told or asked of it, maybe late in its text."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from outrider.draft import Draft
@@ -47,11 +48,15 @@ class DSpark(BlockMethod):
     Attributes:
         model: Local folder of the head, as DeepSpec or the speculators package publish it; or a GGUF file.
         min_confidence: Where the head guesses the chances of places: no token is drafted at a place whose chance, given the
-            tokens before it, is smaller. Elsewhere as for other methods.
+            tokens before it, is smaller; None to end each chain where a further token is not worth its time. Elsewhere as
+            for other methods.
     """
 
     name: ClassVar[str] = "dspark"
     default_num_draft_tokens: ClassVar[int] = 15  # a whole block of 15 tokens, or of fewer
+    ends_drafts: ClassVar[bool] = True
+
+    min_confidence: float | None = Field(None, ge=0.0, le=1.0, description="Use 0 to 1.")  # type: ignore[assignment]
 
 
 class PEagle(BlockMethod):
@@ -74,9 +79,10 @@ class BlockProposer(ProposerBesideTarget):
 
     _head: BlockRunner
 
-    def __init__(self, head: BlockRunner, bridge: Bridge, min_confidence: float = 0.0) -> None:
-        self._least_chance = min_confidence if head.judges else 0.0
-        super().__init__(head, bridge, 0.0 if head.judges else min_confidence)
+    def __init__(self, head: BlockRunner, bridge: Bridge, min_confidence: float | None = 0.0) -> None:
+        self.judges, least = head.judges and min_confidence is None, min_confidence or 0.0
+        self._least_chance = least if head.judges else 0.0
+        super().__init__(head, bridge, 0.0 if head.judges else least)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
@@ -131,9 +137,10 @@ class BlockProposer(ProposerBesideTarget):
                 torch.stack([path.state_before(node) for path, node in rows]),
             )
             logits = bias + torch.stack([path.block.logits[path.depth(node)] for path, node in rows])
-            likely = [i for i, chance in enumerate(chances.tolist()) if chance >= self._least_chance]
-            for (path, node), state in zip(rows, states, strict=True):
-                path.behind[node], path.growth.level = state, []
+            guessed = chances.tolist()
+            likely = [i for i, chance in enumerate(guessed) if chance >= self._least_chance]
+            for (path, node), state, chance in zip(rows, states, guessed, strict=True):
+                path.behind[node], path.growth.chances[node], path.growth.level = state, chance, []
             for path, node in (rows[i] for i in likely):
                 path.growth.level.append(node)
             if likely:

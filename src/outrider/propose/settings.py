@@ -101,6 +101,8 @@ class Method(Frozen):
     branches_freely: ClassVar[bool] = False
     #: Whether all tokens of a draft are guessed in one pass of its own, so that a long draft takes as long as a short one.
     drafts_in_one_pass: ClassVar[bool] = False
+    #: Whether it ends drafts by itself, before the length that it is asked for, so that not every row is used.
+    ends_drafts: ClassVar[bool] = False
     #: What is probably wrong where hardly any of its draft tokens stand, for the log; empty where nothing can be wrong.
     if_nothing_stands: ClassVar[str] = ""
 

@@ -71,6 +71,8 @@ class GrowingTree:
     nodes: list[Node] = field(default_factory=list)  # so far
     # By node, -1 for the root: what its children are chosen from, where that is known.
     laws: dict[int, NodeLaw] = field(default_factory=dict)
+    # By node: how likely a token behind it stands, where the proposer guesses that before the token is chosen.
+    chances: dict[int, float] = field(default_factory=dict)
     level: list[int] = field(default_factory=list)  # nodes whose logits are wanted next, in ascending order; -1 is the root
     open: list[int] = field(default_factory=list)  # nodes that were added last, and may be wanted next
     template: tuple[tuple[int, ...], ...] = ()  # where the shape is fixed: the children of the root and then of each node
@@ -153,6 +155,10 @@ class TreeBuilder(ABC):
     def appraise(self, growth: GrowingTree, node: int) -> None:
         """A node has its token."""
         return
+
+    def sureness(self, growth: GrowingTree, node: int) -> Confidence:
+        """How sure of a node the proposer was, as `learn` finds it in the draft."""
+        return growth.confidence(node)
 
     def learn(self, draft: Draft, accepted: Collection[int], mode: Mode) -> None:
         """See what stands of a draft that this builder shaped.
@@ -324,7 +330,8 @@ class AcceptanceRates:
         """Believe half as much of what was seen, so that new observations soon weigh more."""
         self._chances.clear()
         for count in self._counts.values():
-            count.tried, count.stood = count.tried / 2, count.stood / 2
+            if count.tried > 1.0:  # what is never seen would fade to nothing
+                count.tried, count.stood = count.tried / 2, count.stood / 2
 
     def _chance(self, mode: Mode, kind: str, rank: int, depth: int, confidence: float) -> float:
         key = (mode, kind, rank, depth, bisect_right(_ENDS, confidence))
@@ -337,21 +344,36 @@ class AcceptanceRates:
 
     def _of(self, mode: Mode, kind: str, rank: int, confidence: float) -> _Count:
         """Rows of one confidence at any depth."""
-        return self._count(_first_guess(mode, rank, confidence), mode, kind, rank, bisect_right(_ENDS, confidence))
+        return self._count(self._guess(mode, rank, confidence), mode, kind, rank, bisect_right(_ENDS, confidence))
 
     def _at(self, mode: Mode, rank: int, depth: int) -> _Count:
         """Rows of one depth and any confidence."""
-        return self._count(_first_guess(mode, rank, 0.3), mode, "depth", rank, min(depth, _DEPTHS))
+        return self._count(self._guess(mode, rank, 0.3), mode, "depth", rank, min(depth, _DEPTHS))
 
     def _any(self, mode: Mode, rank: int) -> _Count:
         """Rows of any depth and any confidence."""
-        return self._count(_first_guess(mode, rank, 0.3), mode, "any", rank, 0)
+        return self._count(self._guess(mode, rank, 0.3), mode, "any", rank, 0)
+
+    def _guess(self, mode: Mode, rank: int, confidence: float) -> float:
+        """Returns what is believed of a row before anything is known."""
+        return _first_guess(mode, rank, confidence)
 
     def _count(self, guess: float, mode: Mode, kind: str, rank: int, cell: int) -> _Count:
         key = (mode, kind, min(rank, RANKS - 1), cell)
         if key not in self._counts:
             self._counts[key] = _Count(_WEIGHT, _WEIGHT * guess)
         return self._counts[key]
+
+
+class JudgedRates(AcceptanceRates):
+    """The chance that a row stands whose proposer has guessed that chance, and how often it is right. Its guess knows the
+    depth: deep rows are there where it is high."""
+
+    def _chance(self, mode: Mode, kind: str, rank: int, depth: int, confidence: float) -> float:
+        return self._of(mode, kind, rank, confidence).share
+
+    def _guess(self, mode: Mode, rank: int, confidence: float) -> float:
+        return confidence
 
 
 def tried(draft: Draft, accepted: Collection[int]) -> Iterator[tuple[int, int, float]]:

@@ -191,7 +191,7 @@ def _asked(
             budget,
             max_depth,
             path,
-            builders.of(drafter.host, turn.tree),
+            builders.of(drafter.host, turn.tree, comes_again=item.seq.request.comes_again),
             turn.greedy,
             item.coupled,
             place,

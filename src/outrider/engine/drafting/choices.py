@@ -157,6 +157,7 @@ class ChoiceSets:
                 config.num_draft_tokens,
                 lookup=not config.method.grows_from_probabilities,
                 in_one_pass=config.method.drafts_in_one_pass,
+                ends_drafts=config.method.ends_drafts,
                 experience=experience(name),
                 alone=name in choices,
             )

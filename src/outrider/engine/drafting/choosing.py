@@ -191,8 +191,8 @@ class MethodChoice:
         return f"{decision.method} was asked ({decision.reason}), and had no guess"
 
     def _running(self, seq: Sequence, found: ChoiceSet, depth: int) -> Running:
-        why, params = "", seq.request.params
-        if not self._invariant and (params.greedy or params.seed is not None):
+        why = ""
+        if not self._invariant and seq.request.comes_again:
             why = "plain, since rows depend on their pass here, and this text must not depend on a clock"
         usable = {name for name, method in found.methods.items() if _usable(seq, method)}
         methods = tuple(name for name, each in found.governor.candidates.items() if usable.issuperset(each.members))
@@ -200,7 +200,7 @@ class MethodChoice:
         forced = len(seq.view.processing.forced(min(depth, MOST_FORCED)))
         longest = 0 if why else depth - forced
         written = seq.num_output_tokens
-        to_write = params.max_tokens - written
+        to_write = seq.request.params.max_tokens - written
         return Running(seq.seq_id, len(seq.token_ids), longest, methods, lags, why, forced, to_write, written)
 
     def _lag(self, seq: Sequence, method: Method) -> int:

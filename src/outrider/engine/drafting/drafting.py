@@ -39,7 +39,7 @@ class Drafting:
 
     def __init__(self, runner: ModelRunner, config: SchedulerConfig, proposers: ProposerSet, stats: EngineStats) -> None:
         self.proposers = proposers
-        self.builders = TreeBuilders(proposers, lambda: Pace(measure_passes(runner)))
+        self.builders = TreeBuilders(proposers, lambda: Pace(measure_passes(runner)), invariant=runner.invariant)
         self._stats = stats
         self._shares = RowShares()
         self._choice = MethodChoice(
@@ -64,6 +64,9 @@ class Drafting:
             self._choice.admit(speculation.candidates)
         else:
             self.proposers.prepare(speculation)
+        for each in speculation.candidates:
+            for part in parts_of(each):
+                self.builders.prepare(part)
 
     def begin(self, request: Request) -> None:
         """Have the proposers of a request work for it; it raises what `load` does."""
@@ -74,7 +77,6 @@ class Drafting:
                 self._drafters.of(first, method)
             return
         for part in parts_of(speculation):
-            self.builders.prepare(part.tree)
             if part.method is not None:
                 self._drafters.of(first, part.method)
 

@@ -14,7 +14,7 @@ from outrider.propose.base import Proposer
 from outrider.propose.compositions import named, parts_of, placed_parts_of
 from outrider.propose.settings import LoadRunner, Method, ProposerContext, SpeculationConfig, TreeShape, same_method
 from outrider.propose.tree import CHAIN, StaticTree, TreeBuilder
-from outrider.propose.trees.adaptive import BestFirstTree, Pace, SequoiaTree
+from outrider.propose.trees.adaptive import BestFirstTree, JudgedChain, Pace, SequoiaTree
 
 # --- The proposers that are alive beside one target, built on first use and shared by all requests.
 
@@ -237,21 +237,33 @@ class Drafters:
 # --- Tree builders, one for each proposer and kind of tree, which learn from accepted rows.
 
 
-class TreeBuilders:
-    """Hands out the builders of trees. What rows cost is measured when the first tree that adapts is asked for."""
+#: The builders of drafts that adapt, by what is asked for.
+_ADAPTIVE: dict[str, Callable[[Pace], TreeBuilder]] = {
+    "best_first": BestFirstTree,
+    "sequoia": SequoiaTree,
+    "judged": JudgedChain,  # a chain from a proposer that judges places
+}
 
-    def __init__(self, proposers: ProposerSet, measure: Callable[[], Pace]) -> None:
+
+class TreeBuilders:
+    """Hands out the builders of trees. What rows cost is measured when the first draft that adapts is asked for."""
+
+    def __init__(self, proposers: ProposerSet, measure: Callable[[], Pace], *, invariant: bool = True) -> None:
         self._proposers = proposers
         self._measure = measure
+        self._invariant = invariant  # whether a row's bits do not depend on the other rows of its pass
         self._pace: Pace | None = None
 
-    def of(self, host: SharedProposer, shape: TreeShape) -> TreeBuilder:
-        """The builder of a shape for the drafts of a proposer; one that adapts lives as long as the proposer does."""
-        if not isinstance(shape, str):
-            return StaticTree.of_widths(shape) if shape else CHAIN
-        if shape not in host.trees:
-            host.trees[shape] = (BestFirstTree if shape == "best_first" else SequoiaTree)(self.pace)
-        return host.trees[shape]
+    def of(self, host: SharedProposer, shape: TreeShape, *, comes_again: bool = False) -> TreeBuilder:
+        """The builder of a shape for the drafts of a proposer; one that adapts lives as long as the proposer does. Where
+        rows depend on their pass, chains end by no clock in a text that must come again."""
+        judged = not shape and host.proposer.judges and (self._invariant or not comes_again)
+        kind = "judged" if judged else shape
+        if not isinstance(kind, str):
+            return StaticTree.of_widths(kind) if kind else CHAIN
+        if kind not in host.trees:
+            host.trees[kind] = _ADAPTIVE[kind](self.pace)
+        return host.trees[kind]
 
     @property
     def pace(self) -> Pace:
@@ -262,12 +274,14 @@ class TreeBuilders:
 
     @property
     def measured(self) -> bool:
-        """True if a tree that adapts was ever asked for."""
+        """True if a draft that adapts was ever asked for."""
         return self._pace is not None
 
-    def prepare(self, shape: TreeShape) -> None:
-        """Measure now what a shape needs to know, rather than in a step of others."""
-        if isinstance(shape, str):
+    def prepare(self, part: SpeculationConfig) -> None:
+        """Measure now what drafts of these settings need to know, rather than in a step of others."""
+        method = part.method
+        ends = not part.tree and method is not None and method.ends_drafts and self._proposers.get(method).judges
+        if ends or isinstance(part.tree, str):
             _ = self.pace
 
     def use_pace(self, pace: Pace) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from random import Random
 from typing import Any, cast
@@ -28,7 +28,7 @@ from outrider.lab.prove.sampled import process
 from outrider.params import SamplingParams
 from outrider.propose.base import DraftNoise, ProposeRequest, ProposerSequence, Tokens
 from outrider.propose.tree import CHAIN, StaticTree, TreeBuilder
-from outrider.propose.trees.adaptive import BestFirstTree, FixedPace, SequoiaTree
+from outrider.propose.trees.adaptive import BestFirstTree, FixedPace, JudgedChain, SequoiaTree
 from outrider.propose.trees.growth import Growth, add_level
 from outrider.verify.noise import Key, Stream
 from outrider.verify.processing import Processing
@@ -39,6 +39,8 @@ BOUND = 1e-12
 LEAST = 0.01
 _WIDTH = 1_000
 _CHEAP = FixedPace({1: 1.0, 64: 1.001})
+#: A row that stands less often than once in six drafts does not pay.
+_DEAR = FixedPace({1: 1.0, 64: 1.0 + 63 / 6})
 
 Context = tuple[int, ...]
 
@@ -49,12 +51,14 @@ class DeepSetting:
 
     name: str  # a short name for reports
     # What must happen at each depth: "stands" (a draft token is accepted), "doubted" (a path ends with a token of low
-    # confidence), "unlikely" (the last row is a token of low probability), "parameters" (they change a row).
+    # confidence), "unlikely" (the last row is a token of low probability), "ends" (a chain ends there, before its last
+    # place), "parameters" (they change a row).
     about: str = "stands"
     depth: int = 7  # places of the longest path
     depths: tuple[int, int] = (1, 7)  # (first, last) depth at which it must happen
     rule: RuleName = "auto"  # as a caller asks for it
-    tree: tuple[int, ...] | str = ()  # the shape: widths by depth, a name, or nothing for a chain
+    # The shape: widths by depth, a name, or nothing for a chain; "judged" is a chain that ends where a row does not pay.
+    tree: tuple[int, ...] | str = ()
     num_draft_tokens: int = 0  # most rows; 0 for as many as the depth
     min_confidence: float = 0.0  # nothing is drafted behind a token that is less likely
     params: dict[str, Any] = field(default_factory=dict)  # fields of SamplingParams
@@ -74,6 +78,7 @@ def _second_of_three(ids: Tensor, scores: Tensor) -> Tensor:
 _WORDS = {"bad_words_ids": tuple((1, 0, 1, *(1,) * count, 0) for count in range(1, 8))}
 _PENALTIES = {"frequency_penalty": 0.35, "repetition_penalty": 1.2, "presence_penalty": -0.2}
 _DOUBTED: dict[str, Any] = {"about": "doubted", "min_confidence": 0.45, "depths": (1, 6)}
+_JUDGED: dict[str, Any] = {"about": "ends", "tree": "judged", "num_draft_tokens": 7, "depths": (2, 5)}
 _CHANGED: dict[str, Any] = {"about": "parameters", "depths": (1, 6)}
 _BRANCHED: dict[str, Any] = {"tree": (1, 1, 1, 1, 2, 1), "depth": 6, "depths": (1, 6)}
 
@@ -89,6 +94,8 @@ DEEP_SETTINGS = (
     DeepSetting("best-first tree", "unlikely", tree="best_first", num_draft_tokens=6, depth=6, depths=(6, 6)),
     DeepSetting("best-first tree, recursive rejection", rule="token", tree="best_first", num_draft_tokens=6, depths=(1, 5)),
     DeepSetting("Sequoia's tree", tree="sequoia", num_draft_tokens=5, depth=5, depths=(1, 3)),
+    DeepSetting("lengths by their worth, block", rule="block", **_JUDGED),
+    DeepSetting("lengths by their worth, token", rule="token", **_JUDGED),
     DeepSetting("low confidence, block", rule="block", **_DOUBTED),
     DeepSetting("low confidence, token", rule="token", **_DOUBTED),
     DeepSetting("bad words", params=_WORDS, **_CHANGED),
@@ -115,6 +122,11 @@ class _Models:
     def draft(self, text: Context) -> list[float]:
         random = Random(f"draft {self._seed} {text[-1]} {len(text) % 2}")
         return [0.6 * x + random.uniform(-0.5, 0.5) for x in self.target(text)]
+
+    @cache  # noqa: B019
+    def chance(self, text: Context) -> float:
+        """How likely the draft takes the token behind a text to stand, before it is chosen."""
+        return Random(f"chance {self._seed} {text[-2:]} {len(text)}").uniform(0.3, 0.95)
 
 
 class _ChainNoise(ForkingNoise):
@@ -220,9 +232,16 @@ def _sequence(setting: DeepSetting, seq_id: int) -> ProposerSequence:
     return ProposerSequence(seq_id, shown, 1, params, processing, 0, 0, kv)
 
 
+_ADAPTIVE: dict[str, Callable[[], TreeBuilder]] = {
+    "best_first": partial(BestFirstTree, _CHEAP),
+    "sequoia": partial(SequoiaTree, _CHEAP),
+    "judged": partial(JudgedChain, _DEAR),
+}
+
+
 def _builder(setting: DeepSetting) -> TreeBuilder:
     if isinstance(setting.tree, str):
-        return (BestFirstTree if setting.tree == "best_first" else SequoiaTree)(_CHEAP)
+        return _ADAPTIVE[setting.tree]()
     return StaticTree.of_widths(setting.tree) if setting.tree else CHAIN
 
 
@@ -240,6 +259,9 @@ def _drafts(setting: DeepSetting, models: _Models) -> tuple[list[tuple[Draft, fl
             growths.append(Growth.of(request, budget, setting.depth, setting.min_confidence))
         while growing := [growth for growth in growths if growth.growing]:
             texts = [(0, *setting.text, *growth.path(node)) for growth in growing for node in growth.level]
+            told = iter(texts)
+            for growth in growing:
+                growth.chances |= {node: models.chance(next(told)) for node in growth.level}
             add_level(growing, _tensor([models.draft(text) for text in texts]), DraftNoise(noise))
         for growth in growths:
             draft = growth.draft()
@@ -300,6 +322,7 @@ def _happens(
     event: Callable[[DeepSetting, _Models, Draft, int], bool] = {
         "doubted": _is_doubted,
         "unlikely": _is_unlikely,
+        "ends": _ends,
         "parameters": _is_changed,
     }[setting.about]
     return [
@@ -320,6 +343,11 @@ def _is_unlikely(setting: DeepSetting, models: _Models, draft: Draft, depth: int
     """Tells whether the last row has this depth, and its token was the less likely one."""
     last = len(draft) - 1
     return last >= 0 and draft.depths[last] == depth and _confidence(draft, last) < 0.5
+
+
+def _ends(setting: DeepSetting, models: _Models, draft: Draft, depth: int) -> bool:
+    """Tells whether the draft ends with this depth, before its last place."""
+    return len(draft) == depth < setting.depth
 
 
 def _is_changed(setting: DeepSetting, models: _Models, draft: Draft, depth: int) -> bool:

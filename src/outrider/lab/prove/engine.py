@@ -283,10 +283,15 @@ class EngineProof:
             # One path runs at a time in four cases: the samples of one request share a path; a proposer that remembers
             # texts, or a tree that learns, would carry that from path to path; and a fault that raises ends the drafts of
             # the whole batch.
-            adapts = any(isinstance(part.tree, str) for each in asked for part in parts_of(each))
+            parts = [part for each in asked for part in parts_of(each)]
+            adapts = any(isinstance(part.tree, str) or self._judges(part) for part in parts)
             adapts = adapts or any(each.engine_chooses or isinstance(each.method, Composition) for each in asked)
             alone = params.n > 1 or bool(learnt) or adapts or _raises(config) or setting.fails_behind is not None
             return explore(run, noise, width=1 if alone else _WIDTH)
+
+    def _judges(self, part: SpeculationConfig) -> bool:
+        """Tells if chains of these settings end where a row is not worth its time, by chances that are learnt."""
+        return part.method is not None and not part.tree and self.llm.engine.proposers.get(part.method).judges
 
     def _learnt(self, configs: Sequence[SpeculationConfig], namespace: str | None) -> list[tuple[Proposer, object]]:
         """The proposers that remember earlier texts, each with its state after it has seen some."""

@@ -22,6 +22,8 @@ _HEADS = ("medusa", "blockwise", "exit", "eagle1", "eagle3", "mtp", "dflash", "d
 MEDUSA, BLOCKWISE, EXIT_HEAD, EAGLE1, EAGLE3, MTP, DFLASH, DSPARK, PEAGLE = (
     {"method": name, "model": settings.HEADS, "num_draft_tokens": 2} for name in _HEADS
 )
+#: Without it the engine chooses how long its drafts are, and one path runs at a time.
+_WHOLE = DSPARK | {"min_confidence": 0.0}
 CROSSED = {"method": "cross_vocabulary", "model": settings.OTHER_DRAFT, "num_draft_tokens": 2}
 _LAYERED_ONE = {"method": "draft_model", "model": settings.LAYERED, "num_draft_tokens": 1}
 
@@ -110,11 +112,13 @@ HEADS_SETTINGS = (
     Setting("the engine chooses, DFlash", made_of("auto", one(DFLASH)), _LONGER),
     Setting("DFlash behind a lookup", one(DFLASH), turns=behind(one(LOOKUP), one(DFLASH)), params=_FOUR),
     Setting("merge of DFlash and EAGLE-3", made_of("merge", one(DFLASH) | {"tree": (2,)}, one(EAGLE3))),
-    *in_ways("DSpark", DSPARK, "block | token | seeded | tree, traversal | best-first tree"),
+    *in_ways("DSpark", _WHOLE, "block | token | seeded | tree, traversal | best-first tree"),
+    *in_ways("DSpark, lengths by their worth", DSPARK | {"num_draft_tokens": 3}, "block | token | seeded"),
+    Setting("the engine chooses, DSpark", made_of("auto", DSPARK), _LONGER),
     Setting("DSpark, three tokens, by their chances", DSPARK | {"num_draft_tokens": 3, "min_confidence": 0.2}),
     Setting("DSpark, seeded, by their chances", DSPARK | {"min_confidence": 0.2}, {"seed": 6}),
     Setting("DSpark, tree, by their chances", DSPARK | {"tree": (2, 1), "rule": "token", "min_confidence": 0.2}),
-    Setting("DSpark behind a lookup", DSPARK, turns=behind(one(LOOKUP), DSPARK)),
+    Setting("DSpark behind a lookup", _WHOLE, turns=behind(one(LOOKUP), _WHOLE)),
     *in_ways(
         "P-EAGLE", PEAGLE, "block | token | seeded | two samples | tree, traversal | best-first tree | Sequoia's tree"
     ),

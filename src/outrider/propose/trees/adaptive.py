@@ -1,4 +1,4 @@
-"""Trees that adapt: best-first trees, and the best fixed shape for the acceptance that was measured (Sequoia)."""
+"""Drafts that adapt: best-first trees, chains that end in time, and the best fixed shape for what is accepted (Sequoia)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from heapq import heappop, heappush
 from itertools import count, pairwise
 from typing import ClassVar
 
-from outrider.draft import Draft, depths_of
-from outrider.propose.tree import RANKS, AcceptanceRates, GrowingTree, Mode, NodeLaw, TemplateTree, TreeBuilder
+from outrider.draft import Confidence, Draft, depths_of
+from outrider.propose.tree import RANKS, AcceptanceRates, GrowingTree, JudgedRates, Mode, NodeLaw, TemplateTree, TreeBuilder
 
 # --- Best-first trees: rows are added in the order of their chance of acceptance while they pay.
 #
@@ -54,22 +54,40 @@ class _RowPlan:
     unknown: set[int] = field(default_factory=set)  # the nodes without a law that get some
 
 
-class BestFirstTree(TreeBuilder):
-    """Grows trees by value, with chances that it learns.
+class PricedRows(TreeBuilder):
+    """A builder that weighs what rows are expected to bring, by chances that it learns, against what they cost."""
+
+    learns: ClassVar[bool] = True
+
+    def __init__(self, pace: Pace, rates: AcceptanceRates) -> None:
+        self.pace, self.rates = pace, rates
+        self._num_empty = 0
+
+    def begin(self, growth: GrowingTree) -> None:
+        return
+
+    def learn(self, draft: Draft, accepted: Collection[int], mode: Mode) -> None:
+        self.rates.learn(draft, accepted, mode)
+
+    def _is_time_to_try(self) -> bool:
+        """Tells whether so many drafts were left empty that old experience may have become wrong."""
+        self._num_empty += 1
+        if self._num_empty < _TRIES_AGAIN:
+            return False
+        self._num_empty = 0
+        self.rates.fade()
+        return True
+
+
+class BestFirstTree(PricedRows):
+    """Grows trees by value.
 
     Args:
         pace: What rows and levels cost.
     """
 
-    learns: ClassVar[bool] = True
-
     def __init__(self, pace: Pace) -> None:
-        self.pace = pace
-        self.rates = AcceptanceRates()
-        self._num_empty = 0
-
-    def begin(self, growth: GrowingTree) -> None:
-        return
+        super().__init__(pace, AcceptanceRates())
 
     def branches(self, growth: GrowingTree) -> bool:
         return True
@@ -99,18 +117,6 @@ class BestFirstTree(TreeBuilder):
         confidence = float(law.probs[made.token_id]) if law.drawn else _feature(law, made.rank)
         chance = self.rates.behind(growth.mode, made.rank, made.depth, confidence)
         made.chance = growth.node(made.parent).chance * refused * chance
-
-    def learn(self, draft: Draft, accepted: Collection[int], mode: Mode) -> None:
-        self.rates.learn(draft, accepted, mode)
-
-    def _is_time_to_try(self) -> bool:
-        """Tells whether so many drafts were left empty that old experience may have become wrong."""
-        self._num_empty += 1
-        if self._num_empty < _TRIES_AGAIN:
-            return False
-        self._num_empty = 0
-        self.rates.fade()
-        return True
 
     def _totals(self, growth: GrowingTree, plan: _RowPlan) -> dict[int, int]:
         return {node: len(growth.children(node)) + more for node, more in plan.known.items()}
@@ -194,6 +200,40 @@ def _feature(law: NodeLaw, rank: int) -> float:
         return top[0]
     place = min(rank, len(top) - 1)
     return top[place] / max(1.0 - sum(top[:place]), top[place], 1e-9)
+
+
+# --- Chains from heads that guess, before a token is chosen, how likely it stands (DSpark, arXiv 2607.05147).
+
+
+class JudgedChain(PricedRows):
+    """Grows each chain up to the first place whose row is not worth its time. How often a place stands that the head is so
+    sure of is learnt, since heads may be too sure of themselves."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__(pace, JudgedRates())
+
+    def branches(self, growth: GrowingTree) -> bool:
+        return False
+
+    def children(self, growth: GrowingTree, company: int) -> dict[int, int]:
+        (last,) = growth.level
+        pays = self._reach(growth, last) > self.pace.row_price((len(growth.nodes) + 1) * company)
+        return {last: 1} if pays or (last < 0 and self._is_time_to_try()) else {}
+
+    def expanded(self, growth: GrowingTree, company: int) -> list[int]:
+        return growth.open
+
+    def appraise(self, growth: GrowingTree, node: int) -> None:
+        growth.nodes[node].chance = self._reach(growth, growth.nodes[node].parent)
+
+    def sureness(self, growth: GrowingTree, node: int) -> Confidence:
+        chance = growth.chances[growth.nodes[node].parent]
+        return Confidence(chance, chance)
+
+    def _reach(self, growth: GrowingTree, node: int) -> float:
+        """The chance that the text comes through the place behind a node, by what the head says of it."""
+        above = growth.node(node)
+        return above.chance * self.rates.before(growth.mode, 0, above.depth + 1, growth.chances[node])
 
 
 # --- Trees of the best fixed shape for the acceptance that was measured (Chen et al. 2024, "Sequoia", arXiv 2402.12374).

@@ -58,8 +58,8 @@ class Growth(GrowingTree):
             return EMPTY
         tokens, parents = tuple(n.token_id for n in self.nodes), tuple(n.parent for n in self.nodes)
         laws = (self.law,) * len(tokens)
-        told = self.request.builder.learns
-        confidences = tuple(self.confidence(i) for i in range(len(tokens))) if told else ()
+        told = self.request.builder.sureness
+        confidences = tuple(told(self, i) for i in range(len(tokens))) if self.request.builder.learns else ()
         if not self.draws:
             return Draft(tokens, parents, laws, confidences=confidences)
         probs = torch.stack([self.laws[n.parent].row for n in self.nodes])
