@@ -24,10 +24,14 @@ from outrider.lab.measure import writing
 from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
 from outrider.lab.measure.writing import EncodedTask, Run, write
 from outrider.lab.prove.tiny import save_random_heads, save_tiny_hybrid, save_tiny_llama
+from outrider.lab.prove.tiny_heads import save_random_dflash
 from outrider.lab.tune.shadow import Shadow, ShadowScorer, score_text
 from outrider.lab.tune.tuner import Tuner
 from outrider.propose.settings import PLAIN
 from outrider.records import DataSettings, Manifest, Record, TargetFacts, write_shard
+from tests.model import checkpoints
+from tests.model.checkpoints import VOCAB_SIZE
+from tests.model.test_assistants import mended_configurations, save_assistant
 
 pytestmark = pytest.mark.by_change(
     *("src/outrider/lab/tune/", "src/outrider/lab/measure/", "src/outrider/lab/cli/tune.py", "tests/model/test_tuning.py")
@@ -221,6 +225,27 @@ class TestCommand:
         assert all(row["measured_tokens"] >= 1 for row in found["rows"])
         assert found["recommendation"]["name"] in ("plain", "medusa old k=2", "medusa new k=2")
         assert (tmp_path / "out" / "profile.json").exists()
+
+    def test_heads_that_judge_places_and_assistants_are_tuned(self, tmp_path: Path) -> None:
+        llama = save_tiny_llama(tmp_path / "llama", 5, num_layers=3, speaks=True)
+        head = save_random_dflash(tmp_path / "head", llama, "deepspec", scale=0.7, block_size=3)
+        gemma = checkpoints.save("gemma4_text", tmp_path / "gemma", seed=3)
+        with mended_configurations():
+            assistant = save_assistant(tmp_path / "assistant", gemma)
+        for target, method, draft, size in (
+            (llama, "dspark", head, (3, 8)), (gemma, "gemma4_assistant", assistant, (VOCAB_SIZE, 32)),
+        ):  # fmt: skip
+            facts = TargetFacts(name=target, vocab_size=size[0], hidden_size=size[1], num_layers=3)
+            records = [Record(bytes([i] * 16), 0, True, 2, torch.tensor([0, 1] * 9)) for i in range(2)]
+            shard = write_shard(tmp_path / method, "shard-00000.safetensors", records)
+            Manifest(target=facts, settings=DataSettings()).with_shard(shard).save(tmp_path / method)
+            words = ("tune", target, "--dtype", "float64", "--out", str(tmp_path / "out"), "--data", str(tmp_path / method))
+            result = CliRunner().invoke(app, [*words, "--way", f"{method}={draft}:2", "--json"])
+            assert result.exit_code == 0, result.output
+            plain, row = json.loads(result.stdout)["rows"]
+            assert (plain["name"], row["name"].split()[0]) == ("plain", method)
+            assert row["measured"]["median"] > 0
+            assert row["predicted"] is None
 
     def test_a_log_is_scored_and_nothing_is_generated(
         self, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
