@@ -283,9 +283,8 @@ class EngineProof:
             # One path runs at a time in four cases: the samples of one request share a path; a proposer that remembers
             # texts, or a tree that learns, would carry that from path to path; and a fault that raises ends the drafts of
             # the whole batch.
-            parts = [part for each in asked for part in parts_of(each)]
-            adapts = any(isinstance(part.tree, str) or self._judges(part) for part in parts)
-            adapts = adapts or any(each.engine_chooses or isinstance(each.method, Composition) for each in asked)
+            adapts = any(each.engine_chooses or isinstance(each.method, Composition) for each in asked)
+            adapts = adapts or any(isinstance(each.tree, str) or self._judges(each) for each in asked)
             alone = params.n > 1 or bool(learnt) or adapts or _raises(config) or setting.fails_behind is not None
             return explore(run, noise, width=1 if alone else _WIDTH)
 
