@@ -210,6 +210,17 @@ def test_texts_of_one_batch_are_treated_apart() -> None:
     assert all("x of plain decoding expected" in reason for reason in reasons)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_rows_that_a_method_leaves_are_learnt_where_it_ends_drafts_by_itself(ends: bool) -> None:
+    governed = Governor([MethodCandidate("m", 8, ends_drafts=ends)], CostTable.assumed())
+    governed.begin(1)
+    for _ in range(60):
+        governed.observe_draft(1, "m", 8, 3, 3, rejected=False)
+    outlook = governed.acceptance.outlook(1, "m")
+    assert outlook.exists_at(2) > 0.95
+    assert outlook.exists_at(3) < 0.3 if ends else outlook.exists_at(3) > 0.95
+
+
 def test_a_new_request_begins_with_what_others_showed() -> None:
     world = World({"draft": drafting(always(0.0))}, FLAT)
     chosen = governor_of(world)
