@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.kernels.gguf_blocks import GGUF_TYPES
 from outrider.lab.convert.gguf import frequency_factors, is_matrix
 from outrider.lab.convert.gguf_families import FileTensor
-from tests.model.gguf_families import WRITTEN
+from tests.model.gguf_families import family_of
 
 #: The types that the gguf package can round to. Blocks of others are drawn.
 ROUNDED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -71,7 +71,7 @@ class Written:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         config, state = model.config, model.state_dict()
         self.path, self.model, self.values = path, model, {}
-        family = WRITTEN[config.model_type]
+        family = family_of(config)
         name = family.architecture
         writer = gguf.GGUFWriter(path, name)
         family.describe(writer, config)

@@ -102,19 +102,29 @@ def test_deepseek_may_unfold_with_one_tensor_and_compress_no_queries(
 
 
 @pytest.mark.parametrize(
-    ("metadata", "problem"),
+    ("family", "metadata", "problem"),
     [
-        ({"ssm.group_count": 5}, "12 heads of values of 768 numbers, and 5 of keys"),
-        ({"ssm.inner_size": 500}, "12 heads of values of 500 numbers"),
-        ({"ssm.group_count": 6}, "its metadata ask for"),
-        ({"nextn_predict_layers": 4}, "no number of some of its 4 layers"),
-        ({"full_attention_interval": 2}, "which its architecture does not have"),
-        ({"expert_count": 4}, "qwen35.expert_count=4"),
+        ("qwen3_5_text", {"ssm.group_count": 5}, "12 heads of values of 768 numbers, and 5 of keys"),
+        ("qwen3_5_text", {"ssm.inner_size": 500}, "12 heads of values of 500 numbers"),
+        ("qwen3_5_text", {"ssm.group_count": 6}, "its metadata ask for"),
+        ("qwen3_5_text", {"nextn_predict_layers": 4}, "no number of some of its 4 layers"),
+        ("qwen3_5_text", {"full_attention_interval": 2}, "which its architecture does not have"),
+        ("qwen3_5_text", {"expert_count": 4}, "qwen35.expert_count=4"),
+        ("nemotron_h:experts", {"expert_gating_func": 1}, "expert_gating_func=1"),
+        ("nemotron_h:experts", {"moe_latent_size": 64}, r"blk\.1\.ffn_\w+\.weight has shape .* its metadata ask for"),
+        ("nemotron_h:experts", {"ssm.inner_size": 500}, "a scan of 500 numbers in 8 heads"),
+        ("mamba2", {"ssm.time_step_rank": 7}, "a scan of 512 numbers in 7 heads"),
+        ("mamba2", {"ssm.group_count": 4}, r"blk\.0\.ssm_\w+\.weight has shape .* its metadata ask for"),
+        ("llama4_text", {"expert_feed_forward_length": 128}, r"blk\.1\.ffn_\w+\.weight has shape .* its metadata ask for"),
+        ("llama4_text", {"interleave_moe_layer_step": 4}, r"blk\.1\.ffn_\w+\.weight, which its architecture does not have"),
+        ("llama4_text", {"interleave_moe_layer_step": 1}, "which its architecture does not have"),
     ],
     ids=str,
 )
-def test_values_that_contradict_the_tensors_are_refused(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
-    source = folder("qwen3_5_text", tmp_path / "source")
+def test_values_that_contradict_the_tensors_are_refused(
+    tmp_path: Path, family: str, metadata: dict[str, Any], problem: str
+) -> None:
+    source = folder(family, tmp_path / "source")
     with pytest.raises(OutriderError, match=problem):
         LLM(str(Written(source, tmp_path / "m.gguf", ("F32",), **metadata).path))
 

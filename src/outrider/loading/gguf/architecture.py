@@ -21,6 +21,7 @@ from outrider.loading.gguf.arrangement import (
     ROTATED,
     SCANS,
     SCANS_ALONE,
+    TURNED_EXPERTS,
     UNFOLDING,
     Arranged,
     Joined,
@@ -55,6 +56,7 @@ class Architecture:
     arranged: Arranged = field(default_factory=dict)  # what lies otherwise in the file
     joined: Mapping[str, Joined] = field(default_factory=dict)  # what has several tensors in the file
     offset_norms: bool = False  # whether the weights of norms are kept plus 1, those of `arranged` apart
+    attends: bool = True  # whether any layer does. Files of others say that they have 0 heads.
     knows: tuple[str, ...] = ()  # values that `adjusted` or `rope` take care of, and that are refused elsewhere
     # Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
     rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
@@ -93,6 +95,13 @@ _DELTA_EXPERTS: dict[str, Any] = {
     "adjusted": families.delta_and_experts,
     "knows": (*_EXPERTS, PREDICTED),
     **_DELTA,
+}
+_NEMOTRON_H: dict[str, Any] = {
+    "config": "NemotronHConfig",
+    "layer": names.NEMOTRON_H,
+    "arranged": SCANS_ALONE,
+    "rope": lambda values, head_dim: {},  # nothing is rotated
+    "epsilon": ("layer_norm_epsilon", _LAYER_NORM[1]),
 }
 #: The architectures by their names in files.
 ARCHITECTURES = {
@@ -138,13 +147,18 @@ ARCHITECTURES = {
         rope=partial_rope,
         knows=("attention.sliding_window", "attention.value_length", families.VALUE_SCALE, *_ROUTED),
     ),
-    "nemotron_h": Architecture(
-        "NemotronHConfig",
-        adjusted=families.nemotron_h,
-        layer=names.NEMOTRON_H,
+    "nemotron_h": Architecture(adjusted=families.nemotron_h, **_NEMOTRON_H),
+    "nemotron_h_moe": Architecture(adjusted=families.nemotron_h_experts, knows=_ROUTED, **_NEMOTRON_H),
+    "mamba2": Architecture(
+        "Mamba2Config",
+        adjusted=families.mamba_2,
+        layer=names.MAMBA_2,
         arranged=SCANS_ALONE,
-        rope=lambda values, head_dim: {},  # nothing is rotated
-        epsilon=("layer_norm_epsilon", _LAYER_NORM[1]),
+        attends=False,
+        epsilon=("layer_norm_epsilon", _NORM[1]),
+    ),
+    "llama4": Architecture(
+        "Llama4TextConfig", adjusted=families.llama_4, layer=names.LLAMA_4, joined=TURNED_EXPERTS, knows=_EXPERTS
     ),
     "falcon-h1": Architecture("FalconH1Config", adjusted=families.falcon, layer=names.FALCON, arranged=SCANS),
     "seed_oss": Architecture("SeedOssConfig", adjusted=families.seed, layer=names.WITH_NORM_BEHIND_ATTENTION),
@@ -331,29 +345,35 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
     for name, plain in _SPECIAL.items():
         if name not in known.knows and values.get(name) not in (None, plain):
             raise values.refuse(f"{values.architecture}.{name}={values.get(name)!r}")
-    heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
     layers = values.num_layers
     if layers > len(values.file.tensors):
         problem = f"it says {layers:,} layers, and holds {len(values.file.tensors)} tensors"
         raise ModelLoadError(values.file.path, problem, AGAIN)
     check_file_limit(values.file.path, "layers", layers)
-    head_dim = values.count("attention.key_length", hidden // heads)
+    return {
+        "hidden_size": values.count("embedding_length"),
+        "num_hidden_layers": layers,
+        "max_position_embeddings": values.count("context_length"),
+        known.epsilon[0]: values.number(known.epsilon[1]),
+    } | (_heads(values, known) if known.attends else {})
+
+
+def _heads(values: Values, known: Architecture) -> dict[str, Any]:
+    """The fields that describe attention and feed-forwards."""
+    heads = values.count("attention.head_count")
+    head_dim = values.count("attention.key_length", values.count("embedding_length") // heads)
     if (
         not {_LATENT, "attention.value_length"} & {*known.knows}
         and values.count("attention.value_length", head_dim) != head_dim
     ):
         raise values.refuse("values of another width than its keys")
     return {
-        "hidden_size": hidden,
         "intermediate_size": max(values.each_layer("feed_forward_length", values.get("expert_feed_forward_length"))),
-        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(values.each_layer(families.KEY_HEADS)) or heads
         if values.get(families.KEY_HEADS)
         else heads,
         "head_dim": head_dim,
-        "max_position_embeddings": values.count("context_length"),
-        known.epsilon[0]: values.number(known.epsilon[1]),
         "rope_parameters": known.rope(values, head_dim),
     }
 

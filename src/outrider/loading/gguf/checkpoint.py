@@ -78,8 +78,8 @@ class GgufCheckpoint:
             wanted.pop(f"{projection.name}_bias", None)
             wanted |= projection.shapes
         for whole, (_, parts) in self._joined().items():
-            wanted.pop(whole)
-            wanted |= {f"{whole}[{part}]": part_shape for part, part_shape in enumerate(parts)}
+            if wanted.pop(whole, None) is not None:
+                wanted |= {f"{whole}[{part}]": part_shape for part, part_shape in enumerate(parts)}
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 problem = f"it has a tensor {tensor.name}, which its architecture does not have"
@@ -149,7 +149,7 @@ class GgufCheckpoint:
                 module = modules[name.removesuffix(".weight")]
                 stored = self._stored(name, tensor, dtype)
                 keep_quantised(module, stored)
-                if name == "model.embed_tokens.weight" and self._config.tie_word_embeddings:
+                if tensor.name == "token_embd.weight" and self._config.tie_word_embeddings:
                     keep_quantised(modules["lm_head"], stored)
             elif dtype == torch.bfloat16 and self._keeps_bits(name) and not _is_bfloat16(self._floats(name, tensor)):
                 path, _, kind = name.rpartition(".")

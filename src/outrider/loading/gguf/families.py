@@ -185,7 +185,7 @@ def nemotron_h(values: Values) -> dict[str, Any]:
     heads, inner, layers = values.count("ssm.time_step_rank"), values.count("ssm.inner_size"), range(values.num_layers)
     if inner % heads:
         raise values.refuse(f"a scan of {inner} numbers in {heads} heads")
-    marks = {"mamba": "ssm_in", "attention": "attn_q"}
+    marks = {"mamba": "ssm_in", "attention": "attn_q", "moe": "ffn_gate_inp"}
     kinds = [
         next((kind for kind, mark in marks.items() if values.has(f"blk.{layer}.{mark}.weight")), "mlp") for layer in layers
     ]
@@ -202,6 +202,47 @@ def nemotron_h(values: Values) -> dict[str, Any]:
         "mamba_proj_bias": values.has(f"blk.{first['mamba']}.ssm_in.bias"),
         "attention_bias": values.has(f"blk.{first['attention']}.attn_q.bias"),
         "mlp_bias": values.has(f"blk.{first['mlp']}.ffn_up.bias"),
+    }
+
+
+def nemotron_h_experts(values: Values) -> dict[str, Any]:
+    """Experts as in DeepSeek-V3, which may read and give fewer numbers than a token has."""
+    found = routed(values)
+    return nemotron_h(values) | {
+        **{name: found[name] for name in (*_OF_ROUTERS, "n_shared_experts", "norm_topk_prob")},
+        "moe_shared_expert_intermediate_size": values.count("expert_shared_feed_forward_length"),
+        "moe_latent_size": values.natural("moe_latent_size") or None,
+    }
+
+
+def mamba_2(values: Values) -> dict[str, Any]:
+    """Scans alone."""
+    names = {
+        "mamba_n_heads": "num_heads",
+        "mamba_d_head": "head_dim",
+        "mamba_expand": "expand",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "state_size",
+        "mamba_d_conv": "conv_kernel",
+    }
+    return {names[name]: value for name, value in scan(values).items()} | {
+        "use_conv_bias": values.has("blk.0.ssm_conv1d.bias"),
+        "use_bias": values.has("blk.0.ssm_in.bias"),
+    }
+
+
+def llama_4(values: Values) -> dict[str, Any]:
+    """Layers see a chunk of tokens, but every fourth one, which rotates nothing, all. Files do not say it, nor that queries
+    and keys are normed, but where there are 128 experts."""
+    experts = values.count("expert_count")
+    return {
+        "num_local_experts": experts,
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "intermediate_size": values.count("expert_feed_forward_length"),
+        "intermediate_size_mlp": values.count("feed_forward_length"),
+        "interleave_moe_layer_step": values.count("interleave_moe_layer_step"),
+        "use_qk_norm": experts != 128,
+        "attention_bias": values.has("blk.0.attn_q.bias"),
     }
 
 

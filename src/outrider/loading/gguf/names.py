@@ -171,15 +171,31 @@ FALCON = {
     "ffn_norm": "pre_ff_layernorm.weight",
     "output_norm": "model.final_layernorm",
 }
-#: Of Nemotron-H, each of whose layers is one thing: a scan, attention or a feed-forward.
+_SCAN_ALONE = {"attn_norm": "norm", **{name: stock.replace("mamba.", "mixer.") for name, stock in SCAN.items()}}
+#: Of Mamba-2, whose layers are scans alone.
+MAMBA_2 = {**_SCAN_ALONE, "blk": "backbone.layers", "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
+#: Of Nemotron-H, each of whose layers is one thing: a scan, attention, a feed-forward, or experts without gates.
 NEMOTRON_H = {
-    "attn_norm": "norm",
+    **_SCAN_ALONE,
     **{name: LAYER[name].replace("self_attn.", "mixer.") for name in ("attn_q", "attn_k", "attn_v", "attn_output")},
-    **{name: stock.replace("mamba.", "mixer.") for name, stock in SCAN.items()},
     "ffn_up": "mixer.up_proj",
     "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.up_proj[0]",
+    "ffn_down_exps": "mixer.experts.down_proj[0]",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     "token_embd": "model.embeddings",
     "output_norm": "model.norm_f",
+}
+#: Of Llama 4, with experts in some layers.
+LLAMA_4 = {
+    **{name: stock.replace("mlp.", "feed_forward.") for name, stock in {**LAYER, **EXPERTS}.items()},
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{name}_shexp": f"feed_forward.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
 }
 #: Of Granite 4, whose feed-forward of all tokens stands beside experts, or alone.
 WITH_SCANS = {
@@ -217,7 +233,8 @@ _FUSED_EXPERTS = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 #: How the names end of what transformers has as a parameter of another module, without ".weight".
 _BARE = (".sinks", "layer_scalar", "]")
 #: The names of tensors of a layer, as llama.cpp and as transformers have them, and those outside of layers that differ.
-#: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own.
+#: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own. "blk" stands
+#: for all layers, where transformers does not call them `model.layers`.
 LayerNames = Mapping[str, str | tuple[str, ...]]
 
 
@@ -229,11 +246,12 @@ def stock_names(layer: LayerNames, name: str) -> list[str]:
     number, part = layer_part(name)
     if number is None:
         return []
+    prefix = f"{layer.get('blk', 'model.layers')}.{number}."
     if part in layer:
-        return [f"model.layers.{number}.{stock}" for stock in _each(layer[part])]
+        return [f"{prefix}{stock}" for stock in _each(layer[part])]
     part = part.rpartition(".")[0]
     found = [stock for own in _FUSED_EXPERTS.get(part, (part,)) for stock in _each(layer.get(own, ()))]
-    return [_with_kind(f"model.layers.{number}.", stock, kind) for stock in found]
+    return [_with_kind(prefix, stock, kind) for stock in found]
 
 
 def layer_part(name: str) -> tuple[int | None, str]:
