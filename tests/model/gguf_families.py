@@ -39,7 +39,7 @@ def save(family: str, path: Path, **changes: Any) -> str:
     """A checkpoint whose routers have biases, which new models have not."""
     from transformers import AutoModelForCausalLM
 
-    if family.startswith("gemma4") and "vocab_size" in changes:
+    if family.startswith(("gemma3n", "gemma4")) and "vocab_size" in changes:
         changes["vocab_size_per_layer_input"] = changes["vocab_size"]
     source = checkpoints.save(family.partition(":")[0], path, seed=1, **changes)
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -220,6 +220,18 @@ def _gemma_4_parts(config: Any) -> Parts:
     }
 
 
+def _describe_gemma_3n(writer: Any, config: Any) -> None:
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    parts = torch.tensor(config.activation_sparsity_pattern)
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0.0, 1.0).icdf(parts).tolist())
+
+
+def _gemma_3n_parts(config: Any) -> Parts:
+    """Matrices of one name become one tensor."""
+    names = ("model.altup_projections", "model.altup_unembed_projections")
+    return {f"{name}.{place}": [(name, whole, AS_IT_IS)] for name in names for place in range(config.altup_num_inputs - 1)}
+
+
 def _describe_windows(writer: Any, config: Any) -> None:
     if config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
@@ -361,6 +373,9 @@ _OF_LAYERS = {
     "num_key_value_heads": None, "intermediate_size": None, "final_logit_softcapping": "final_logit_softcapping",
     "top_k_experts": "expert_used_count",
 }  # fmt: skip
+_ALTERNATING = {
+    name: name for name in ("altup_num_inputs", "altup_active_idx", "sliding_window", "final_logit_softcapping")
+} | {"hidden_size_per_layer_input": "embedding_length_per_layer_input", "num_kv_shared_layers": "shared_kv_layers"}
 #: By the model type of their configuration.
 WRITTEN: dict[str, FileFamily] = {
     **FAMILIES,
@@ -399,6 +414,7 @@ WRITTEN: dict[str, FileFamily] = {
     "lfm2": written("lfm2", {}, _describe_convolutions),
     "lfm2_moe": written("lfm2moe", {"num_dense_layers": "leading_dense_block_count"}, _describe_convolutions),
     "gemma": written("gemma", norms=PLUS_ONE),
+    "gemma3n_text": written("gemma3n", _ALTERNATING, _describe_gemma_3n, _gemma_3n_parts),
     "gemma4_text": written("gemma4", _OF_LAYERS, _describe_gemma_4, _gemma_4_parts, heads=describe_nothing),
     "deepseek_v2": written(
         "deepseek2",
@@ -435,6 +451,9 @@ _YARN: dict[str, Any] = {
 _SCANS: dict[str, Any] = {
     "layers": 4, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32, "shared_intermediate_size": 256,
     "attention_multiplier": 0.1, "position_embedding_type": None,
+}  # fmt: skip
+_ALTERNATED: dict[str, Any] = {
+    "layers": 4, "intermediate_size": [256] * 4, "laurel_rank": 64, "hidden_size_per_layer_input": 256,
 }  # fmt: skip
 #: What a checkpoint of a family needs for a file, by the names of checkpoints and what sets it apart. llama.cpp has kernels
 #: for some sizes alone.
@@ -536,6 +555,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "lfm2": {"layers": 4, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"layers": 4, "moe_intermediate_size": 256},
     "gemma": {},
+    "gemma3n_text": _ALTERNATED,
+    "gemma3n_text:shared": _ALTERNATED | {"num_kv_shared_layers": 2},
     "gemma4_text": {
         "layers": 4,
         "hidden_size_per_layer_input": 32,

@@ -89,6 +89,17 @@ def test_prediction_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     assert "m.gguf carries 1 prediction layer: mtp, not in use" in caplog.text
 
 
+@pytest.mark.parametrize("family", ["gemma3n_text:shared", "gemma4_text"])
+def test_keys_and_values_that_no_layer_reads_are_left_out(tmp_path: Path, family: str) -> None:
+    """As files have them of layers that read those of another layer."""
+    source = folder(family, tmp_path / "source")
+    plain = Written(source, tmp_path / "plain.gguf", ("F32",))
+    assert "blk.3.attn_k.weight" not in read_gguf(str(plain.path)).tensors
+    more = {"blk.3.attn_k.weight": (128, 256), "blk.3.attn_v.weight": (128, 256), "blk.3.attn_k_norm.weight": (64,)}
+    file = Written(source, tmp_path / "m.gguf", ("F32",), more=more)
+    assert told(str(file.path)) == told(str(plain.path))
+
+
 def test_deepseek_may_unfold_with_one_tensor_and_compress_no_queries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +126,9 @@ def test_deepseek_may_unfold_with_one_tensor_and_compress_no_queries(
         ("nemotron_h:experts", {"ssm.inner_size": 500}, "a scan of 500 numbers in 8 heads"),
         ("mamba2", {"ssm.time_step_rank": 7}, "a scan of 512 numbers in 7 heads"),
         ("mamba2", {"ssm.group_count": 4}, r"blk\.0\.ssm_\w+\.weight has shape .* its metadata ask for"),
+        ("gemma3n_text", {"altup.num_inputs": 3}, r"altup_correct_coef\.weight has shape \[4, 4\]"),
+        ("gemma3n_text", {"activation_sparsity_scale": 1.6}, "activation_sparsity_scale=1.6"),
+        ("gemma3n_text", {"embedding_length_per_layer_input": 32}, r"\.weight has shape .* its metadata ask for"),
         ("llama4_text", {"expert_feed_forward_length": 128}, r"blk\.1\.ffn_\w+\.weight has shape .* its metadata ask for"),
         ("llama4_text", {"interleave_moe_layer_step": 4}, r"blk\.1\.ffn_\w+\.weight, which its architecture does not have"),
         ("llama4_text", {"interleave_moe_layer_step": 1}, "which its architecture does not have"),

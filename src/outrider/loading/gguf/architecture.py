@@ -265,6 +265,12 @@ ARCHITECTURES = {
     "gemma": Architecture("GemmaConfig", offset_norms=True),
     "gemma2": Architecture("Gemma2Config", adjusted=families.gemma_2, **_GEMMA),
     "gemma3": Architecture("Gemma3TextConfig", adjusted=families.gemma_3, **_GEMMA),
+    "gemma3n": Architecture(
+        "Gemma3nTextConfig",
+        adjusted=families.gemma_3n,
+        layer=names.GEMMA_3N,
+        knows=(*families.CAPS, "attention.sliding_window"),
+    ),
     "gemma4": Architecture(
         "Gemma4TextConfig",
         adjusted=families.gemma_4,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 from outrider.loading.gguf.rotary import partial_rotary, rope_parameters, rotated_part
@@ -86,6 +87,35 @@ def gemma_4(values: Values) -> dict[str, Any]:
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": rotated, "rope_theta": theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10_000.0)},
+        },
+    }
+
+
+def gemma_3n(values: Values) -> dict[str, Any]:
+    """Layers with a window rotate otherwise, and the last ones may read keys and values of others. Files say how many
+    standard deviations a gate of some layers has to exceed, and configurations of which part of all gates that is true."""
+    windows, layers = values.get("attention.sliding_window_pattern"), values.num_layers
+    kinds = [(layer + 1) % 5 != 0 for layer in range(layers)] if windows is None else windows
+    deviations = values.get("activation_sparsity_scale")
+    if not isinstance(kinds, list) or len(kinds) < layers:
+        raise values.refuse(f"attention.sliding_window_pattern={windows!r}")
+    if not isinstance(deviations, list) or any(not isinstance(one, float) for one in deviations):
+        raise values.refuse(f"activation_sparsity_scale={deviations!r}")
+    theta = {"full": values.number("rope.freq_base", 1_000_000.0), "sliding": values.number("rope.freq_base_swa", 10_000.0)}
+    return {
+        "intermediate_size": values.each_layer("feed_forward_length"),
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in kinds[:layers]],
+        "sliding_window": values.count("attention.sliding_window"),
+        "num_kv_shared_layers": values.natural("attention.shared_kv_layers"),
+        "hidden_size_per_layer_input": values.count("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": values.rows_of("per_layer_token_embd.weight", 1),
+        "altup_num_inputs": values.count("altup.num_inputs"),
+        "altup_active_idx": values.natural("altup.active_idx"),
+        "laurel_rank": values.rows_of("blk.0.laurel_l.weight", 1),
+        "activation_sparsity_pattern": [round(NormalDist().cdf(one), 5) for one in deviations[:layers]],
+        "final_logit_softcapping": values.number(CAPS[1], 30.0),  # as llama.cpp where nothing is said
+        "rope_parameters": {
+            f"{kind}_attention": {"rope_type": "default", "rope_theta": base} for kind, base in theta.items()
         },
     }
 

@@ -154,6 +154,23 @@ GEMMA_4 = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+_PLACES = (0, 1, 2)
+#: Of Gemma 3n, which computes several texts of hidden states at a time, and has their projections as one tensor in files.
+GEMMA_3N: dict[str, str | tuple[str, ...]] = {
+    **WITH_POST_NORMS,
+    **{name: GEMMA_4[name] for name in ("inp_gate", "proj", "post_norm")},
+    **{name: stock for name, stock in GEMMA_4.items() if name.startswith("per_layer_")},
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_proj": tuple(f"model.altup_projections.{place}" for place in _PLACES),
+    "altup_unembd_proj": tuple(f"model.altup_unembed_projections.{place}" for place in _PLACES),
+}
 #: Of the scan of Mamba-2.
 SCAN = {
     "ssm_in": "mamba.in_proj",
@@ -231,7 +248,7 @@ _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 #: Gates and values of experts that are one tensor in some files.
 _FUSED_EXPERTS = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 #: How the names end of what transformers has as a parameter of another module, without ".weight".
-_BARE = (".sinks", "layer_scalar", "]")
+_BARE = (".sinks", "layer_scalar", "correct_output_scale", "]")
 #: The names of tensors of a layer, as llama.cpp and as transformers have them, and those outside of layers that differ.
 #: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own. "blk" stands
 #: for all layers, where transformers does not call them `model.layers`.
@@ -242,7 +259,7 @@ def stock_names(layer: LayerNames, name: str) -> list[str]:
     """transformers' names for what a tensor of a file holds; none where it is not known."""
     place, _, kind = name.rpartition(".")
     if "." not in place and (own := layer.get(place, _MODEL.get(place))) is not None:
-        return [f"{own}.{kind}"]
+        return [f"{one}.{kind}" for one in _each(own)]
     number, part = layer_part(name)
     if number is None:
         return []

@@ -118,7 +118,7 @@ def _shortest(value: Any) -> Any:
 
 
 #: The architectures whose vocabulary of SentencePiece is known.
-WITH_PIECES = ("llama", "phi3", "gemma2", "gemma3")
+WITH_PIECES = ("llama", "phi3", "gemma2", "gemma3", "gemma3n")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -313,7 +313,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """
     names, tokens = vocabulary.names, vocabulary.tokens
     scores, types = vocabulary.scores(), vocabulary.types
-    by_length = vocabulary.file.metadata.get("general.architecture") in ("gemma2", "gemma3")
+    by_length = vocabulary.file.metadata.get("general.architecture") in ("gemma2", "gemma3", "gemma3n")
     whole: list[tuple[int, int, int, str, str]] = []
     merges: list[tuple[str, str]] = []
     for number in sorted(range(len(names)), key=lambda number: -scores[number]):  # equal ones stay in order
