@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
-from outrider.loading.gguf import families, names
+from outrider.loading.gguf import families, gemma, names
 from outrider.loading.gguf.arrangement import (
     DELTA_BY_KEYS,
     DELTA_BY_TURNS,
@@ -76,7 +76,7 @@ def _whole_rope(values: Values, head_dim: int, *, truncate: bool = True, weighs:
 _GEMMA: dict[str, Any] = {
     "layer": names.WITH_POST_NORMS,
     "offset_norms": True,
-    "knows": (*families.CAPS, "attention.sliding_window"),
+    "knows": (*gemma.CAPS, "attention.sliding_window"),
 }
 _EXPERTS = ("expert_count",)
 #: Whether keys have another width than values, since both are compressed.
@@ -263,19 +263,19 @@ ARCHITECTURES = {
         "Lfm2MoeConfig", adjusted=families.convolutions_and_experts, layer=names.CONVOLUTIONS, knows=_EXPERTS, epsilon=_NORM
     ),
     "gemma": Architecture("GemmaConfig", offset_norms=True),
-    "gemma2": Architecture("Gemma2Config", adjusted=families.gemma_2, **_GEMMA),
-    "gemma3": Architecture("Gemma3TextConfig", adjusted=families.gemma_3, **_GEMMA),
+    "gemma2": Architecture("Gemma2Config", adjusted=gemma.gemma_2, **_GEMMA),
+    "gemma3": Architecture("Gemma3TextConfig", adjusted=gemma.gemma_3, **_GEMMA),
     "gemma3n": Architecture(
         "Gemma3nTextConfig",
-        adjusted=families.gemma_3n,
+        adjusted=gemma.gemma_3n,
         layer=names.GEMMA_3N,
-        knows=(*families.CAPS, "attention.sliding_window"),
+        knows=(*gemma.CAPS, "attention.sliding_window"),
     ),
     "gemma4": Architecture(
         "Gemma4TextConfig",
-        adjusted=families.gemma_4,
+        adjusted=gemma.gemma_4,
         layer=names.GEMMA_4,
-        knows=(*families.CAPS, *_EXPERTS, "attention.sliding_window"),
+        knows=(*gemma.CAPS, *_EXPERTS, "attention.sliding_window"),
         scaled=False,
     ),
 }
