@@ -53,6 +53,7 @@ class Written:
         vocabulary: Writes the vocabulary.
         more: Tensors of zeros beside those of the model, by their names.
         without: Values of attention that are left out.
+        missing: Tensors that are left out.
         behind: Tensors of layers behind those of the model, with their numbers.
     """
 
@@ -64,6 +65,7 @@ class Written:
         vocabulary: Any = None,
         more: dict[str, tuple[int, ...]] | None = None,
         without: tuple[str, ...] = (),
+        missing: tuple[str, ...] = (),
         behind: Iterable[tuple[FileTensor, Tensor]] = (),
         **metadata: Any,
     ) -> None:
@@ -91,7 +93,8 @@ class Written:
         own = [(tensor, state[tensor.stock]) for tensor in family.tensors(config, state)]
         stacks: dict[str, list[tuple[FileTensor, Tensor]]] = {}
         for tensor, weight in [*own, *behind]:
-            stacks.setdefault(tensor.name, []).append((tensor, weight))
+            if tensor.name not in missing:
+                stacks.setdefault(tensor.name, []).append((tensor, weight))
         for turn, (stacked, parts) in enumerate(stacks.items()):
             kind = _kind(kinds, turn, stacked) if is_matrix(stacked) else "F32"
             kept = any(name in stacked for name in _NOT_ROUNDED) and kind not in ("F16", "BF16")

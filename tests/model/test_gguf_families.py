@@ -143,6 +143,23 @@ def test_values_that_contradict_the_tensors_are_refused(
         LLM(str(Written(source, tmp_path / "m.gguf", ("F32",), **metadata).path))
 
 
+@pytest.mark.parametrize(
+    ("family", "missing", "problem"),
+    [
+        ("mamba2", "blk.1.ssm_out.weight", r"1 tensors are missing, that for backbone\.layers\.1\.mixer\.out_proj\.weight"),
+        ("nemotron_h:experts", "blk.1.ffn_latent_up.weight", r"that for model\.layers\.1\.mixer\.fc2_latent_proj\.weight"),
+        ("nemotron_h:experts", "blk.1.ffn_up_exps.weight", r"that for model\.layers\.1\.mixer\.experts\.up_proj\[0\]"),
+        ("llama4_text", "blk.1.ffn_up_exps.weight", r"that for model\.layers\.1\.feed_forward\.experts\.gate_up_proj\[1\]"),
+        ("gemma3n_text", "altup_proj.weight", r"3 tensors are missing, that for model\.altup_projections\.0\.weight"),
+        ("gemma3n_text", "blk.2.altup_correct_scale.weight", r"that for model\.layers\.2\.altup\.correct_output_scale"),
+    ],
+)
+def test_missing_tensors_are_named(tmp_path: Path, family: str, missing: str, problem: str) -> None:
+    source = folder(family, tmp_path / "source")
+    with pytest.raises(OutriderError, match=problem):
+        LLM(str(Written(source, tmp_path / "m.gguf", ("F32",), missing=(missing,)).path))
+
+
 def test_rates_that_cannot_be_are_refused(tmp_path: Path) -> None:
     source = folder("qwen3_5_text", tmp_path / "source")
     stock: Any = AutoModelForCausalLM.from_pretrained(source)
