@@ -2,6 +2,7 @@
 
     python docs/make_models.py               some minutes
     python docs/make_models.py llama phi3    show these, write nothing
+    python docs/make_models.py files         write the table of files again, and nothing else
 
 Each type is built from its own configuration class with small sizes and random weights of a wide spread, in a process of
 its own with a limit on time and memory. It is tested by the same probe that runs when a model is loaded.
@@ -33,6 +34,9 @@ from transformers.models.auto.modeling_auto import (
 
 from outrider.kernels.library import kernel_library
 from outrider.loading import hf_modules
+from outrider.loading.gguf.architecture import ARCHITECTURES
+from outrider.loading.gguf.splitting import SPLITTINGS
+from outrider.loading.gguf.tokenizer import WITH_PIECES
 from outrider.loading.loaded_model import EncoderFacts, LoadedModel
 from outrider.model.factory import BACKENDS
 from outrider.model.families import FAMILIES
@@ -244,7 +248,7 @@ they are listed. Others are refused by their type.
 | type | result | why |
 |---|---|---|
 """
-    return head + "".join(f"| {v.kind} | {v.shown} | {v.reason} |\n" for v in found)
+    return head + "".join(f"| {v.kind} | {v.shown} | {v.reason} |\n" for v in found) + files()
 
 
 def _families() -> str:
@@ -259,9 +263,90 @@ falcon_mamba and jamba; and, of models with an encoder, for t5, mt5, umt5, longt
 blenderbot, blenderbot-small and bigbird_pegasus."""
 
 
+# --- The table of GGUF files, from what is known of files alone.
+
+
+#: Repositories by the architecture, the vocabulary and the pre-tokenizer of their files.
+FILES: dict[tuple[str, str, str], str] = {
+    ("llama", "gpt2", "llama-bpe"): "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF bartowski/Llama-3.2-1B-Instruct-GGUF "
+    "bartowski/Llama-3.2-3B-Instruct-GGUF bartowski/Llama-3.3-70B-Instruct-GGUF unsloth/DeepSeek-R1-Distill-Llama-8B-GGUF",
+    ("llama", "llama", ""): "TheBloke/Llama-2-7B-Chat-GGUF TheBloke/Mistral-7B-Instruct-v0.2-GGUF "
+    "TheBloke/TinyLlama-1.1B-Chat-v1.0-GGUF",
+    ("llama", "gpt2", "tekken"): "bartowski/Mistral-Nemo-Instruct-2407-GGUF "
+    "unsloth/Mistral-Small-3.2-24B-Instruct-2506-GGUF",
+    ("llama", "gpt2", "smollm"): "HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF",
+    ("mistral3", "gpt2", "tekken"): "unsloth/Ministral-3-8B-Instruct-2512-GGUF",
+    ("llama4", "gpt2", "llama4"): "unsloth/Llama-4-Scout-17B-16E-Instruct-GGUF",
+    ("qwen2", "gpt2", "qwen2"): "Qwen/Qwen2.5-0.5B-Instruct-GGUF Qwen/Qwen2.5-7B-Instruct-GGUF "
+    "Qwen/Qwen2.5-Coder-7B-Instruct-GGUF",
+    ("qwen2", "gpt2", "deepseek-r1-qwen"): "bartowski/DeepSeek-R1-Distill-Qwen-7B-GGUF",
+    ("qwen2vl", "gpt2", "qwen2"): "ggml-org/Qwen2.5-VL-7B-Instruct-GGUF",
+    ("qwen3", "gpt2", "qwen2"): "Qwen/Qwen3-0.6B-GGUF Qwen/Qwen3-8B-GGUF unsloth/Qwen3-4B-Instruct-2507-GGUF",
+    ("qwen3moe", "gpt2", "qwen2"): "unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF",
+    ("qwen3vl", "gpt2", "qwen2"): "Qwen/Qwen3-VL-8B-Instruct-GGUF",
+    ("qwen3next", "gpt2", "qwen2"): "unsloth/Qwen3-Coder-Next-GGUF",
+    ("qwen35", "gpt2", "qwen35"): "unsloth/Qwen3.5-4B-GGUF unsloth/Qwen3.5-9B-GGUF unsloth/Qwen3.6-27B-GGUF",
+    ("qwen35moe", "gpt2", "qwen35"): "unsloth/Qwen3.6-35B-A3B-GGUF",
+    ("gemma2", "llama", ""): "bartowski/gemma-2-9b-it-GGUF",
+    ("gemma3", "llama", ""): "ggml-org/gemma-3-1b-it-GGUF google/gemma-3-4b-it-qat-q4_0-gguf unsloth/gemma-3-270m-it-GGUF",
+    ("gemma3n", "llama", ""): "unsloth/gemma-3n-E4B-it-GGUF",
+    ("gemma4", "gemma4", ""): "unsloth/gemma-4-E4B-it-GGUF unsloth/gemma-4-26B-A4B-it-GGUF unsloth/gemma-4-31B-it-GGUF",
+    ("gpt-oss", "gpt2", "gpt-4o"): "unsloth/gpt-oss-20b-GGUF ggml-org/gpt-oss-120b-GGUF",
+    ("phi3", "llama", ""): "microsoft/Phi-3-mini-4k-instruct-gguf",
+    ("phi3", "gpt2", "dbrx"): "bartowski/phi-4-GGUF",
+    ("phi3", "gpt2", "gpt-4o"): "unsloth/Phi-4-mini-instruct-GGUF",
+    ("deepseek2", "gpt2", "deepseek-v3"): "unsloth/DeepSeek-V3-0324-GGUF",
+    ("deepseek2", "gpt2", "kimi-k2"): "unsloth/Kimi-K2-Instruct-GGUF",
+    ("deepseek32", "gpt2", "deepseek-v3"): "unsloth/DeepSeek-V3.2-GGUF",
+    ("glm4moe", "gpt2", "glm4"): "unsloth/GLM-4.5-Air-GGUF",
+    ("minimax-m2", "gpt2", "minimax-m2"): "unsloth/MiniMax-M2-GGUF",
+    ("nemotron_h_moe", "gpt2", "pixtral"): "unsloth/Nemotron-3-Nano-30B-A3B-GGUF",
+    ("lfm2", "gpt2", "lfm2"): "LiquidAI/LFM2-1.2B-GGUF",
+    ("granitehybrid", "gpt2", "dbrx"): "ibm-granite/granite-4.0-h-tiny-GGUF",
+}
+
+
+def obstacle_of_a_file(architecture: str, vocabulary: str, splitting: str) -> str:
+    """What is not known of a file; empty where all of it is."""
+    if architecture not in ARCHITECTURES:
+        return "the architecture"
+    in_pieces = vocabulary == "llama" and architecture in WITH_PIECES
+    known = in_pieces or vocabulary == "gemma4" or (vocabulary == "gpt2" and splitting in SPLITTINGS)
+    return "" if known else "the tokenizer"
+
+
+def files() -> str:
+    """The part of the page about GGUF files."""
+    rows = []
+    for (architecture, vocabulary, splitting), names in FILES.items():
+        missing = obstacle_of_a_file(architecture, vocabulary, splitting)
+        result = f"no: {missing} is not known" if missing else "yes"
+        shown = splitting or {"llama": "(SentencePiece)"}.get(vocabulary, f"({vocabulary})")
+        rows += [f"| {name} | {architecture} | {shown} | {result} |" for name in names.split()]
+    taken = sum(row.endswith("| yes |") for row in rows)
+    return f"""
+{FILES_HEADING}
+
+These are {len(rows)} files that many people use, of every family that is often downloaded, and {taken} of them load. They
+are a selection, and no ranking. A row is decided by what is known of architectures and pre-tokenizers when this page is
+written (`python docs/make_models.py files`). A file may still hold blocks of a type that is
+[not taken](../how-to/llama_cpp_files.md).
+
+| file | architecture | pre-tokenizer | loads |
+|---|---|---|---|
+""" + "".join(f"{row}\n" for row in rows)
+
+
+FILES_HEADING = "## Files of llama.cpp"
+
+
 def main() -> None:
     torch.set_num_threads(1)
     chosen = sys.argv[1:]
+    if chosen == ["files"]:
+        before = PAGE.read_text("utf-8").partition(f"\n{FILES_HEADING}")[0]
+        PAGE.write_text(before + files(), "utf-8")
+        return
     if not chosen and kernel_library() is None:
         sys.exit("the kernels are not compiled here, or are off: no row could say fused")
     found = [in_a_process(kind) for kind in track(chosen or kinds(), "probing")]

@@ -250,6 +250,14 @@ _IN_FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gemma3n_text": (
+        "Gemma3nTextConfig",
+        {
+            "head_dim": 8, "sliding_window": WINDOW, "num_kv_shared_layers": 0, "laurel_rank": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE, "activation_sparsity_pattern": [0.95] * 4,
+        },
+    ),
     # The last two layers read keys and values of the first two, and look as far.
     "gemma4_text": (
         "Gemma4TextConfig",

@@ -39,7 +39,7 @@ def save(family: str, path: Path, **changes: Any) -> str:
     """A checkpoint whose routers have biases, which new models have not."""
     from transformers import AutoModelForCausalLM
 
-    if family.startswith("gemma4") and "vocab_size" in changes:
+    if family.startswith(("gemma3n", "gemma4")) and "vocab_size" in changes:
         changes["vocab_size_per_layer_input"] = changes["vocab_size"]
     source = checkpoints.save(family.partition(":")[0], path, seed=1, **changes)
     model = AutoModelForCausalLM.from_pretrained(source)
@@ -157,18 +157,22 @@ def _describe_scan(writer: Any, config: Any) -> None:
     writer.add_rope_scaling_finetuned(False)
 
 
-def _scans(config: Any) -> Parts:
+def _scans(place: str, groups: int) -> Parts:
     def column(values: np.ndarray) -> np.ndarray:
         return values[:, None]
 
     return {
-        "mamba.A_log": [("mamba.A_log", column, RATE)],
-        "mamba.D": [("mamba.D", column, AS_IT_IS)],
-        "mamba.dt_bias": [("mamba.dt_proj", whole, AS_IT_IS)],
-        "mamba.conv1d": [("mamba.conv1d", squeezed, AS_IT_IS)],
-        "mamba.norm": [("mamba.norm", lambda norm: norm.reshape(config.mamba_n_groups, -1), AS_IT_IS)],
+        f"{place}.A_log": [(f"{place}.A_log", column, RATE)],
+        f"{place}.D": [(f"{place}.D", column, AS_IT_IS)],
+        f"{place}.dt_bias": [(f"{place}.dt_proj", whole, AS_IT_IS)],
+        f"{place}.conv1d": [(f"{place}.conv1d", squeezed, AS_IT_IS)],
+        f"{place}.norm": [(f"{place}.norm", lambda norm: norm.reshape(groups, -1), AS_IT_IS)],
         "pre_ff_layernorm": [("pre_ff_layernorm.weight", whole, AS_IT_IS)],
     }
+
+
+def _scans_alone(config: Any) -> Parts:
+    return _scans("mixer", config.n_groups)
 
 
 def _scan_parts(config: Any) -> Parts:
@@ -176,7 +180,7 @@ def _scan_parts(config: Any) -> Parts:
     shared = [(f"{mlp}.{name}_proj", half(which, 0), AS_IT_IS) for which, name in enumerate(("gate", "up"))]
     return (
         rotated(config)
-        | _scans(config)
+        | _scans("mamba", config.mamba_n_groups)
         | {
             "shared_mlp.input_linear": shared,
             "shared_mlp.output_linear": [(f"{mlp}.down_proj", whole, AS_IT_IS)],
@@ -216,6 +220,18 @@ def _gemma_4_parts(config: Any) -> Parts:
     }
 
 
+def _describe_gemma_3n(writer: Any, config: Any) -> None:
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    parts = torch.tensor(config.activation_sparsity_pattern)
+    writer.add_activation_sparsity_scale(torch.distributions.Normal(0.0, 1.0).icdf(parts).tolist())
+
+
+def _gemma_3n_parts(config: Any) -> Parts:
+    """Matrices of one name become one tensor."""
+    names = ("model.altup_projections", "model.altup_unembed_projections")
+    return {f"{name}.{place}": [(name, whole, AS_IT_IS)] for name in names for place in range(config.altup_num_inputs - 1)}
+
+
 def _describe_windows(writer: Any, config: Any) -> None:
     if config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
@@ -250,20 +266,40 @@ def _describe_nemotron_h(writer: Any, config: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
-    writer.add_feed_forward_length([config.intermediate_size * (kind == "mlp") for kind in kinds])
+    sizes = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+    writer.add_feed_forward_length([sizes.get(kind, 0) for kind in kinds])
     writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     writer.add_rope_dimension_count(config.head_dim)
 
 
-def _nemotron_h_parts(config: Any) -> Parts:
-    """The names that gguf knows of other families, for folders have theirs behind "model." instead of "backbone."."""
-    scans = {name.replace("mamba.", "mixer."): parts for name, parts in _scans(config).items() if name.startswith("mamba.")}
-    scans["mixer.norm"] = [("mamba.norm", lambda norm: norm.reshape(config.n_groups, -1), AS_IT_IS)]
-    names = {f"mixer.{name}_proj": f"self_attn.{name}_proj" for name in "qkvo"}
-    names |= {f"mixer.{name}_proj": f"mlp.{name}_proj" for name in ("up", "down")}
-    names |= {f"mixer.{name}_proj": f"mamba.{name}_proj" for name in ("in", "out")}
-    return scans | {ours: [(theirs, whole, AS_IT_IS)] for ours, theirs in names.items()}
+def _nemotron_h_expert_parts(config: Any) -> Parts:
+    """Experts are renamed when they become one tensor."""
+    names = {f"mixer.experts.{name}_proj": f"mlp.experts.{name}_proj" for name in ("up", "down")}
+    names["mixer.gate.e_score_correction_bias"] = "mlp.gate.e_score_correction"
+    return _scans_alone(config) | {ours: [(theirs, whole, AS_IT_IS)] for ours, theirs in names.items()}
+
+
+def _describe_mamba_2(writer: Any, config: Any) -> None:
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_inner_size(config.num_heads * config.head_dim)
+
+
+def _llama_4_parts(config: Any) -> Parts:
+    """Experts the other way round."""
+
+    def turned(experts: np.ndarray) -> np.ndarray:
+        return experts.swapaxes(1, 2)
+
+    def part(which: int) -> Rows:
+        return lambda experts: np.split(turned(experts), 2, axis=1)[which]
+
+    place = "feed_forward.experts"
+    return {
+        f"{place}.gate_up_proj": [(f"{place}.{name}_proj", part(one), AS_IT_IS) for one, name in enumerate(("gate", "up"))],
+        f"{place}.down_proj": [(f"{place}.down_proj", turned, AS_IT_IS)],
+    }
 
 
 def _falcon_parts(config: Any) -> Parts:
@@ -288,7 +324,8 @@ def _falcon_parts(config: Any) -> Parts:
         "lm_head": config.lm_head_multiplier,
         "model.embed_tokens": config.embedding_multiplier,
     }
-    return _scans(config) | {name: [(name, whole, times(factor))] for name, factor in factors.items()}
+    scans = _scans("mamba", config.mamba_n_groups)
+    return scans | {name: [(name, whole, times(factor))] for name, factor in factors.items()}
 
 
 def _describe_ernie(writer: Any, config: Any) -> None:
@@ -314,6 +351,21 @@ _SCAN_ALONE = {
     **dict.fromkeys(("num_key_value_heads", "intermediate_size", "num_experts_per_tok", "moe_intermediate_size")),
     **dict.fromkeys(("num_experts", "num_local_experts")),
 }  # fmt: skip
+#: Of Nemotron-H with experts, of which the others say nothing.
+_SCAN_AND_EXPERTS = {
+    **_SCAN_ALONE, **ROUTED, "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "moe_latent_size": "moe_latent_size", "num_experts_per_tok": "expert_used_count", "n_group": "expert_group_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}  # fmt: skip
+_ONLY_SCAN = {
+    "layer_norm_epsilon": "layer_norm_rms_eps", "conv_kernel": "ssm_conv_kernel", "state_size": "ssm_state_size",
+    "n_groups": "ssm_group_count", "num_heads": "ssm_time_step_rank",
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "intermediate_size", "rms_norm_eps")),
+}  # fmt: skip
+_LLAMA_4 = {
+    "intermediate_size": "expert_feed_forward_length", "intermediate_size_mlp": "feed_forward_length",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+}  # fmt: skip
 _EXAONE = {**ROUTED, "num_shared_experts": "expert_shared_count"}
 _WINDOWS = {"logit_scale": "logit_scale", "sliding_window": "sliding_window"}
 _SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
@@ -321,6 +373,9 @@ _OF_LAYERS = {
     "num_key_value_heads": None, "intermediate_size": None, "final_logit_softcapping": "final_logit_softcapping",
     "top_k_experts": "expert_used_count",
 }  # fmt: skip
+_ALTERNATING = {
+    name: name for name in ("altup_num_inputs", "altup_active_idx", "sliding_window", "final_logit_softcapping")
+} | {"hidden_size_per_layer_input": "embedding_length_per_layer_input", "num_kv_shared_layers": "shared_kv_layers"}
 #: By the model type of their configuration.
 WRITTEN: dict[str, FileFamily] = {
     **FAMILIES,
@@ -331,7 +386,12 @@ WRITTEN: dict[str, FileFamily] = {
     "dots1": written("dots1", ROUTED, describe_sigmoid),
     "exaone4": written("exaone4", {}, _describe_windows),
     "exaone_moe": written("exaone-moe", _EXAONE, _describe_exaone_experts),
-    "nemotron_h": written("nemotron_h", _SCAN_ALONE, _describe_nemotron_h, _nemotron_h_parts, heads=describe_nothing),
+    "nemotron_h": written("nemotron_h", _SCAN_ALONE, _describe_nemotron_h, _scans_alone, heads=describe_nothing),
+    "nemotron_h:experts": written(
+        "nemotron_h_moe", _SCAN_AND_EXPERTS, _describe_nemotron_h, _nemotron_h_expert_parts, heads=describe_nothing
+    ),
+    "mamba2": written("mamba2", _ONLY_SCAN, _describe_mamba_2, _scans_alone, heads=describe_nothing),
+    "llama4_text": written("llama4", _LLAMA_4, parts=_llama_4_parts),
     "mimo_v2_flash": written("mimo2", ROUTED | {"num_key_value_heads": None}, heads=_describe_mimo),
     "falcon_h1": written("falcon-h1", _SCAN | {"mamba_d_ssm": "ssm_inner_size"}, parts=_falcon_parts),
     "seed_oss": written("seed_oss"),
@@ -354,6 +414,7 @@ WRITTEN: dict[str, FileFamily] = {
     "lfm2": written("lfm2", {}, _describe_convolutions),
     "lfm2_moe": written("lfm2moe", {"num_dense_layers": "leading_dense_block_count"}, _describe_convolutions),
     "gemma": written("gemma", norms=PLUS_ONE),
+    "gemma3n_text": written("gemma3n", _ALTERNATING, _describe_gemma_3n, _gemma_3n_parts),
     "gemma4_text": written("gemma4", _OF_LAYERS, _describe_gemma_4, _gemma_4_parts, heads=describe_nothing),
     "deepseek_v2": written(
         "deepseek2",
@@ -363,6 +424,15 @@ WRITTEN: dict[str, FileFamily] = {
         heads=describe_latent,
     ),
 }
+
+
+def family_of(config: Any) -> FileFamily:
+    """The family of a checkpoint. Files with experts may have an architecture of their own."""
+    kind = str(config.model_type)
+    experts = kind == "nemotron_h" and "moe" in config.layers_block_type
+    return WRITTEN[f"{kind}:experts" if experts else kind]
+
+
 #: Three heads of values for each of four of keys, so that no order of heads is its own inverse, and in blocks of 256
 #: columns that hold several heads.
 _HEADS: dict[str, Any] = {
@@ -381,6 +451,9 @@ _YARN: dict[str, Any] = {
 _SCANS: dict[str, Any] = {
     "layers": 4, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32, "shared_intermediate_size": 256,
     "attention_multiplier": 0.1, "position_embedding_type": None,
+}  # fmt: skip
+_ALTERNATED: dict[str, Any] = {
+    "layers": 4, "intermediate_size": [256] * 4, "laurel_rank": 64, "hidden_size_per_layer_input": 256,
 }  # fmt: skip
 #: What a checkpoint of a family needs for a file, by the names of checkpoints and what sets it apart. llama.cpp has kernels
 #: for some sizes alone.
@@ -429,6 +502,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "time_step_min": 1e-9,
     },
+    "nemotron_h:experts": {
+        "layers": None,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 32,
+        "num_key_value_heads": 2,
+        "time_step_min": 1e-9,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 256,
+        "moe_latent_size": 128,
+        "routed_scaling_factor": 1.5,
+    },
+    "mamba2": {"layers": None, "num_heads": 8, "head_dim": 64, "state_size": 32},
+    "llama4_text": {"layers": 4, "attention_chunk_size": 8192, "intermediate_size_mlp": 512},
     "mimo_v2_flash": {
         "layers": None,
         "moe_intermediate_size": 256,
@@ -466,6 +555,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "lfm2": {"layers": 4, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"layers": 4, "moe_intermediate_size": 256},
     "gemma": {},
+    "gemma3n_text": _ALTERNATED,
+    "gemma3n_text:shared": _ALTERNATED | {"num_kv_shared_layers": 2},
     "gemma4_text": {
         "layers": 4,
         "hidden_size_per_layer_input": 32,

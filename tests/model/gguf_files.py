@@ -13,10 +13,12 @@ from torch import Tensor
 from outrider.kernels.gguf_blocks import GGUF_TYPES
 from outrider.lab.convert.gguf import frequency_factors, is_matrix
 from outrider.lab.convert.gguf_families import FileTensor
-from tests.model.gguf_families import WRITTEN
+from tests.model.gguf_families import family_of
 
 #: The types that the gguf package can round to. Blocks of others are drawn.
 ROUNDED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+#: What llama.cpp's quantiser leaves as it is.
+_NOT_ROUNDED = ("altup", "laurel")
 Kinds = tuple[str, ...] | Callable[[int, str], str]
 
 
@@ -51,6 +53,7 @@ class Written:
         vocabulary: Writes the vocabulary.
         more: Tensors of zeros beside those of the model, by their names.
         without: Values of attention that are left out.
+        missing: Tensors that are left out.
         behind: Tensors of layers behind those of the model, with their numbers.
     """
 
@@ -62,6 +65,7 @@ class Written:
         vocabulary: Any = None,
         more: dict[str, tuple[int, ...]] | None = None,
         without: tuple[str, ...] = (),
+        missing: tuple[str, ...] = (),
         behind: Iterable[tuple[FileTensor, Tensor]] = (),
         **metadata: Any,
     ) -> None:
@@ -71,7 +75,7 @@ class Written:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         config, state = model.config, model.state_dict()
         self.path, self.model, self.values = path, model, {}
-        family = WRITTEN[config.model_type]
+        family = family_of(config)
         name = family.architecture
         writer = gguf.GGUFWriter(path, name)
         family.describe(writer, config)
@@ -87,9 +91,14 @@ class Written:
         for factors, value in frequency_factors(config).items():
             writer.add_tensor(factors, value)
         own = [(tensor, state[tensor.stock]) for tensor in family.tensors(config, state)]
-        for turn, (tensor, weight) in enumerate([*own, *behind]):
-            kind = _kind(kinds, turn, tensor.name) if is_matrix(tensor.name) else "F32"
-            self._add(writer, tensor, weight, kind, turn)
+        stacks: dict[str, list[tuple[FileTensor, Tensor]]] = {}
+        for tensor, weight in [*own, *behind]:
+            if tensor.name not in missing:
+                stacks.setdefault(tensor.name, []).append((tensor, weight))
+        for turn, (stacked, parts) in enumerate(stacks.items()):
+            kind = _kind(kinds, turn, stacked) if is_matrix(stacked) else "F32"
+            kept = any(name in stacked for name in _NOT_ROUNDED) and kind not in ("F16", "BF16")
+            self._add(writer, parts, "F32" if kept else kind, turn)
         for extra, shape in (more or {}).items():
             writer.add_tensor(extra, np.zeros(shape, np.float32))
         writer.write_header_to_file()
@@ -97,17 +106,22 @@ class Written:
         writer.write_tensors_to_file()
         writer.close()
 
-    def _add(self, writer: Any, tensor: FileTensor, stock: Tensor, kind: str, seed: int) -> None:
+    def _add(self, writer: Any, parts: list[tuple[FileTensor, Tensor]], kind: str, seed: int) -> None:
+        """Write a tensor, which several of the checkpoint may be stacked in."""
         import gguf
 
-        ggml, rows = gguf.GGMLQuantizationType[kind], np.ascontiguousarray(tensor.rows(stock))
+        each = [np.ascontiguousarray(tensor.rows(stock)) for tensor, stock in parts]
+        ggml, rows = gguf.GGMLQuantizationType[kind], each[0] if len(each) == 1 else np.stack(each)
         if kind in ROUNDED:
             data = gguf.quants.quantize(rows, ggml)
         else:
             data = blocks(kind, rows.size // rows.shape[-1], rows.shape[-1], seed).reshape(*rows.shape[:-1], -1)
-        writer.add_tensor(tensor.name, data, raw_dtype=ggml)
-        value = gguf.quants.dequantize(data, ggml).reshape(rows.shape)
-        value = tensor.change.undo(value)
+        writer.add_tensor(parts[0][0].name, data, raw_dtype=ggml)
+        values = gguf.quants.dequantize(data, ggml).reshape(len(parts), *each[0].shape)
+        for (tensor, stock), value in zip(parts, values, strict=True):
+            self._keep(tensor, stock, tensor.change.undo(value))
+
+    def _keep(self, tensor: FileTensor, stock: Tensor, value: np.ndarray) -> None:
         kept = self.values.setdefault(tensor.stock, torch.full(stock.shape, float("nan")))
         places = tensor.arranged(np.arange(stock.numel()).reshape(stock.shape))  # where each number of the file belongs
         kept.view(-1)[torch.from_numpy(places.flatten())] = torch.from_numpy(np.array(value, np.float32).flatten())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
+import torch
 from tokenizers import pre_tokenizers
 
 from outrider import LLM, SamplingParams
@@ -34,8 +36,9 @@ PROMPT = [(7 * i * i + 3 * i) % 300 for i in range(23)] + [65]
 GEMMA_FILE = GEMMA | {"query_pre_attn_scalar": 64, "attn_logit_softcapping": None}
 
 
-#: llama.cpp knows windows of models of 64 layers alone.
-KNOWN = {family: changes for family, changes in SHAPES.items() if family != "exaone4:windows"}
+#: llama.cpp knows windows of models of 64 layers alone, and lets layers behind the 20th read keys of others.
+UNKNOWN = ("exaone4:windows", "gemma3n_text:shared")
+KNOWN = {family: changes for family, changes in SHAPES.items() if family not in UNKNOWN}
 
 
 @contextmanager
@@ -83,13 +86,24 @@ def server(path: Path) -> Iterator[Any]:
     ids=str,
 )
 def test_logits_are_those_of_llama_cpp(
-    tmp_path: Path, family: str, kinds: tuple[str, ...], changes: dict[str, Any], most: float
+    tmp_path: Path,
+    family: str,
+    kinds: tuple[str, ...],
+    changes: dict[str, Any],
+    most: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if family == "gemma3n_text":  # llama.cpp divides the squares of a deviation by one less than there are
+        monkeypatch.setattr(torch, "std", partial(_std, torch.std))
     tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     shape = SHAPE | {"vocab_size": len(tokens) + 4, "head_dim": 64} | changes
     source = save(family, tmp_path / "source", **shape)
     file = Written(source, tmp_path / "model.gguf", kinds, vocabulary("gpt-2", tokens, merges))
     compare(file.path, most)
+
+
+def _std(stock: Callable[..., torch.Tensor], values: torch.Tensor, **options: Any) -> torch.Tensor:
+    return stock(values, **options | {"unbiased": True})
 
 
 def compare(path: Path, most: float) -> None:

@@ -89,6 +89,17 @@ def test_prediction_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     assert "m.gguf carries 1 prediction layer: mtp, not in use" in caplog.text
 
 
+@pytest.mark.parametrize("family", ["gemma3n_text:shared", "gemma4_text"])
+def test_keys_and_values_that_no_layer_reads_are_left_out(tmp_path: Path, family: str) -> None:
+    """As files have them of layers that read those of another layer."""
+    source = folder(family, tmp_path / "source")
+    plain = Written(source, tmp_path / "plain.gguf", ("F32",))
+    assert "blk.3.attn_k.weight" not in read_gguf(str(plain.path)).tensors
+    more = {"blk.3.attn_k.weight": (128, 256), "blk.3.attn_v.weight": (128, 256), "blk.3.attn_k_norm.weight": (64,)}
+    file = Written(source, tmp_path / "m.gguf", ("F32",), more=more)
+    assert told(str(file.path)) == told(str(plain.path))
+
+
 def test_deepseek_may_unfold_with_one_tensor_and_compress_no_queries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,21 +113,51 @@ def test_deepseek_may_unfold_with_one_tensor_and_compress_no_queries(
 
 
 @pytest.mark.parametrize(
-    ("metadata", "problem"),
+    ("family", "metadata", "problem"),
     [
-        ({"ssm.group_count": 5}, "12 heads of values of 768 numbers, and 5 of keys"),
-        ({"ssm.inner_size": 500}, "12 heads of values of 500 numbers"),
-        ({"ssm.group_count": 6}, "its metadata ask for"),
-        ({"nextn_predict_layers": 4}, "no number of some of its 4 layers"),
-        ({"full_attention_interval": 2}, "which its architecture does not have"),
-        ({"expert_count": 4}, "qwen35.expert_count=4"),
+        ("qwen3_5_text", {"ssm.group_count": 5}, "12 heads of values of 768 numbers, and 5 of keys"),
+        ("qwen3_5_text", {"ssm.inner_size": 500}, "12 heads of values of 500 numbers"),
+        ("qwen3_5_text", {"ssm.group_count": 6}, "its metadata ask for"),
+        ("qwen3_5_text", {"nextn_predict_layers": 4}, "no number of some of its 4 layers"),
+        ("qwen3_5_text", {"full_attention_interval": 2}, "which its architecture does not have"),
+        ("qwen3_5_text", {"expert_count": 4}, "qwen35.expert_count=4"),
+        ("nemotron_h:experts", {"expert_gating_func": 1}, "expert_gating_func=1"),
+        ("nemotron_h:experts", {"moe_latent_size": 64}, r"blk\.1\.ffn_\w+\.weight has shape .* its metadata ask for"),
+        ("nemotron_h:experts", {"ssm.inner_size": 500}, "a scan of 500 numbers in 8 heads"),
+        ("mamba2", {"ssm.time_step_rank": 7}, "a scan of 512 numbers in 7 heads"),
+        ("mamba2", {"ssm.group_count": 4}, r"blk\.0\.ssm_\w+\.weight has shape .* its metadata ask for"),
+        ("gemma3n_text", {"altup.num_inputs": 3}, r"altup_correct_coef\.weight has shape \[4, 4\]"),
+        ("gemma3n_text", {"activation_sparsity_scale": 1.6}, "activation_sparsity_scale=1.6"),
+        ("gemma3n_text", {"embedding_length_per_layer_input": 32}, r"\.weight has shape .* its metadata ask for"),
+        ("llama4_text", {"expert_feed_forward_length": 128}, r"blk\.1\.ffn_\w+\.weight has shape .* its metadata ask for"),
+        ("llama4_text", {"interleave_moe_layer_step": 4}, r"blk\.1\.ffn_\w+\.weight, which its architecture does not have"),
+        ("llama4_text", {"interleave_moe_layer_step": 1}, "which its architecture does not have"),
     ],
     ids=str,
 )
-def test_values_that_contradict_the_tensors_are_refused(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:
-    source = folder("qwen3_5_text", tmp_path / "source")
+def test_values_that_contradict_the_tensors_are_refused(
+    tmp_path: Path, family: str, metadata: dict[str, Any], problem: str
+) -> None:
+    source = folder(family, tmp_path / "source")
     with pytest.raises(OutriderError, match=problem):
         LLM(str(Written(source, tmp_path / "m.gguf", ("F32",), **metadata).path))
+
+
+@pytest.mark.parametrize(
+    ("family", "missing", "problem"),
+    [
+        ("mamba2", "blk.1.ssm_out.weight", r"1 tensors are missing, that for backbone\.layers\.1\.mixer\.out_proj\.weight"),
+        ("nemotron_h:experts", "blk.1.ffn_latent_up.weight", r"that for model\.layers\.1\.mixer\.fc2_latent_proj\.weight"),
+        ("nemotron_h:experts", "blk.1.ffn_up_exps.weight", r"that for model\.layers\.1\.mixer\.experts\.up_proj\[0\]"),
+        ("llama4_text", "blk.1.ffn_up_exps.weight", r"that for model\.layers\.1\.feed_forward\.experts\.gate_up_proj\[1\]"),
+        ("gemma3n_text", "altup_proj.weight", r"3 tensors are missing, that for model\.altup_projections\.0\.weight"),
+        ("gemma3n_text", "blk.2.altup_correct_scale.weight", r"that for model\.layers\.2\.altup\.correct_output_scale"),
+    ],
+)
+def test_missing_tensors_are_named(tmp_path: Path, family: str, missing: str, problem: str) -> None:
+    source = folder(family, tmp_path / "source")
+    with pytest.raises(OutriderError, match=problem):
+        LLM(str(Written(source, tmp_path / "m.gguf", ("F32",), missing=(missing,)).path))
 
 
 def test_rates_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from outrider.heads.mtp import MtpLayer, load_mtp_layer
 from outrider.lab.convert.gguf_families import AS_IT_IS, FileTensor
 from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_mtp
+from outrider.lab.tune.tuner import candidates
 from tests.model.core import core
 from tests.model.gguf_families import SHAPES, WRITTEN, save
 from tests.model.gguf_files import Kinds, Written
@@ -268,3 +269,16 @@ def test_layers_that_cannot_be_read_are_named_and_left_out_by_auto(
     assert "which are not used" in caplog.text
     assert "in use" not in caplog.text.replace("not in use", "")
     assert "mlp.up_proj.weight" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_tuning_tries_the_layers_that_a_checkpoint_carries(kind: str, tmp_path: Path) -> None:
+    """With the choice that an engine makes of them. Ways that were asked for are those that are tried."""
+    source = made(QWEN, tmp_path / "source")
+    model = source if kind == "folder" else str(written(source, tmp_path / "m.gguf", kinds, 1).path)
+    llm = LLM(model, speculation="none", dtype="float32")
+    ways = {way.name: way.config for way in candidates(llm, (), None)}
+    assert [name for name in ways if name.startswith("mtp")] == ["mtp k=1", "mtp k=2", "mtp k=3"]
+    assert ways["auto"].method == LLM(model, dtype="float32").speculation.method
+    assert [way.name for way in candidates(llm, ["ngram:3"], None)] == ["plain", "ngram k=3"]
+    llm.load_method(ways["mtp k=2"])

@@ -57,6 +57,14 @@ def test_the_page_is_what_the_probe_says(maker: ModuleType, kind: str) -> None:
     assert expected == maker.judge(kind).shown
 
 
+def test_the_table_of_files_is_what_is_known_of_them(maker: ModuleType) -> None:
+    assert (DOCS / "reference" / "models.md").read_text("utf-8").endswith(maker.files())
+    rows = [line for line in maker.files().splitlines() if line.endswith((" yes |", " not known |"))]
+    assert len(rows) == 50
+    assert sum(row.endswith(" yes |") for row in rows) >= 45
+    assert maker.obstacle_of_a_file("llama", "gpt2", "of nobody") == "the tokenizer"
+
+
 def test_the_page_calls_those_fused_that_the_kernels_know() -> None:
     fused = re.findall(
         r"^\| ([\w-]+) \| fused, paged \|", (DOCS / "reference" / "models.md").read_text("utf-8"), re.MULTILINE

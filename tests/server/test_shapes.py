@@ -26,6 +26,7 @@ from outrider.errors import (
 )
 from outrider.model.vocabulary import own_bytes
 from outrider.params import CompletionOutput, Logprob, SamplingParams, StructuredOutputs, TokenOrigin
+from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.results import RequestStats
 from outrider.server.answers import CompletionLogprobs, chat_logprobs, usage
@@ -182,6 +183,18 @@ def test_a_request_names_what_the_server_was_started_with() -> None:
         allowed.of("suffix", predicted=True)
     with pytest.raises(ContradictionError):
         AllowedMethods(usual, [SpeculationConfig.of({"method": "draft_model", "model": "/other"})])
+
+
+def test_what_the_engine_chooses_from_has_its_usual_length_where_a_request_names_it() -> None:
+    """The engine considers drafts of up to 16 tokens of every method, which are far too long for one layer."""
+    usual = SpeculationDefaults.of(None, None, None).with_carried("mtp").config
+    allowed = AllowedMethods(usual)
+    for asked in ("mtp", {"method": "mtp"}):
+        assert allowed.of(asked, predicted=False) == SpeculationConfig.of("mtp")
+    assert allowed.of({"method": "mtp", "num_draft_tokens": 7}, predicted=False).num_draft_tokens == 7
+    assert allowed.of(None, predicted=False) == usual
+    few = SpeculationConfig.of({"method": "auto", "methods": [{"method": "mtp", "num_draft_tokens": 2}]})
+    assert AllowedMethods(few).of("mtp", predicted=False).num_draft_tokens == 2
 
 
 def test_faults_of_the_server_tell_nothing_of_it() -> None:

@@ -50,7 +50,7 @@ class AllowedMethods:
             self._by_name[config.name] = config
         if usual.engine_chooses:  # what the engine may choose, a request may choose, too
             for member in usual.candidates:
-                self._by_name.setdefault(member.name, member)
+                self._by_name.setdefault(member.name, _of_usual_length(member))
         self._by_name.setdefault(Prediction.name, SpeculationConfig(method=Prediction()))
 
     def with_usual(self, usual: SpeculationConfig) -> AllowedMethods:
@@ -88,6 +88,14 @@ class AllowedMethods:
             remedy = f"Requests to this server may name: {', '.join(self.names)}."
             raise InvalidParameterError(field, name, "no method of this server", remedy)
         return self._by_name[name]
+
+
+def _of_usual_length(member: SpeculationConfig) -> SpeculationConfig:
+    """Settings with the length of a draft that suits their method alone. Where the engine chooses, they have the longest
+    that it considers."""
+    if member.method is None or member.tree:
+        return member
+    return member.replace(num_draft_tokens=min(member.num_draft_tokens, member.method.usual_length()))
 
 
 def _changed(config: SpeculationConfig, settings: Mapping[str, Any]) -> SpeculationConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,7 +133,7 @@ class FileFamily:
             plain = part.removesuffix(".weight").removesuffix(".bias")
             usual = (plain.removesuffix("_bias"), whole, self.norms if stock.endswith("norm.weight") else AS_IT_IS)
             for name, arranged, change in rules.get(plain, EXPERTS.get(plain, [usual])):
-                found = known.get_name(prefix + name)
+                found = known.get_name(prefix + name) or known.get_name(f"backbone.{prefix.removeprefix('model.')}{name}")
                 assert found is not None, f"the gguf package has a name for {prefix + name}"
                 ending = "" if name.endswith(".weight") else _ending(stock)  # some names are whole
                 yield FileTensor(found + ending, stock, arranged, change)
@@ -140,10 +141,8 @@ class FileFamily:
 
 def _parted(stock: str) -> tuple[str, str]:
     """What stands before the name of a tensor in its layer, and this name."""
-    if not stock.startswith("model.layers."):
-        return "", stock
-    number, _, part = stock.removeprefix("model.layers.").partition(".")
-    return f"model.layers.{number}.", part
+    found = re.match(r"(model|backbone)\.layers\.\d+\.", stock)
+    return ("", stock) if found is None else (found[0], stock[found.end() :])
 
 
 def _ending(stock: str) -> str:

@@ -8,7 +8,7 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
-from outrider.building import usual_draft_rounding
+from outrider.building import num_prediction_layers, usual_draft_rounding
 from outrider.config import ModelConfig
 from outrider.errors import OutriderError
 from outrider.govern.costs import CostModel, CostTable
@@ -24,8 +24,10 @@ from outrider.lab.tune.traffic import Traffic
 from outrider.llm import LLM
 from outrider.model.runner import ModelRunner
 from outrider.propose.base import Proposer
-from outrider.propose.compositions import Composition
+from outrider.propose.compositions import Auto, Composition
+from outrider.propose.defaults import SpeculationDefaults
 from outrider.propose.draft_model import DraftModelProposer
+from outrider.propose.eagle import Mtp
 from outrider.propose.settings import SpeculationConfig
 
 _WARM_UP_TOKENS = 4
@@ -273,15 +275,21 @@ USUAL = (
     "token_recycling:10",
     "auto",
 )
+#: Ways that are tried where the target's own files carry layers that predict several tokens.
+_OF_PREDICTION_LAYERS = ("mtp:1", "mtp:2", "mtp:3")
 #: Ways that are tried with a draft model of 4 bits, too, where its checkpoint has more.
 _TRIED_WITH_4_BITS = ("draft_model k=3", "draft_model k=4")
 
 
 def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[DecodingConfig]:
     """The ways to try, plain decoding first. The draft model is for the ways that need one and name none."""
-    chosen = names or [name for name in USUAL if draft_model is not None or not name.startswith("draft_model")]
-    ways = parse_ways(chosen, draft_model)
     target = llm.engine.runner.loaded
+    carried = num_prediction_layers(target) > 0
+    usual = [name for name in USUAL if draft_model is not None or not name.startswith("draft_model")]
+    ways = parse_ways(names or [*(_OF_PREDICTION_LAYERS if carried else ()), *usual], draft_model)
+    if carried and draft_model is None:  # what an engine chooses from to which nobody says who drafts
+        auto = SpeculationDefaults.of(None, None, None).with_carried(Mtp.name).config
+        ways = [replace(way, config=auto) if way.name == Auto.name else way for way in ways]
     like: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
     if draft_model is not None and not names and usual_draft_rounding(ModelConfig(model=draft_model, **like)) == "int8":
         ways += [_with_4_bits(way) for way in ways if way.name in _TRIED_WITH_4_BITS]

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.loading.file_limits import check_file_limit
-from outrider.loading.gguf import families, names
+from outrider.loading.gguf import families, gemma, names
 from outrider.loading.gguf.arrangement import (
     DELTA_BY_KEYS,
     DELTA_BY_TURNS,
@@ -21,6 +21,7 @@ from outrider.loading.gguf.arrangement import (
     ROTATED,
     SCANS,
     SCANS_ALONE,
+    TURNED_EXPERTS,
     UNFOLDING,
     Arranged,
     Joined,
@@ -55,6 +56,7 @@ class Architecture:
     arranged: Arranged = field(default_factory=dict)  # what lies otherwise in the file
     joined: Mapping[str, Joined] = field(default_factory=dict)  # what has several tensors in the file
     offset_norms: bool = False  # whether the weights of norms are kept plus 1, those of `arranged` apart
+    attends: bool = True  # whether any layer does. Files of others say that they have 0 heads.
     knows: tuple[str, ...] = ()  # values that `adjusted` or `rope` take care of, and that are refused elsewhere
     # Makes the parameters of its rotary positions, from a reader of the file and the width of a head.
     rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
@@ -74,7 +76,7 @@ def _whole_rope(values: Values, head_dim: int, *, truncate: bool = True, weighs:
 _GEMMA: dict[str, Any] = {
     "layer": names.WITH_POST_NORMS,
     "offset_norms": True,
-    "knows": (*families.CAPS, "attention.sliding_window"),
+    "knows": (*gemma.CAPS, "attention.sliding_window"),
 }
 _EXPERTS = ("expert_count",)
 #: Whether keys have another width than values, since both are compressed.
@@ -93,6 +95,13 @@ _DELTA_EXPERTS: dict[str, Any] = {
     "adjusted": families.delta_and_experts,
     "knows": (*_EXPERTS, PREDICTED),
     **_DELTA,
+}
+_NEMOTRON_H: dict[str, Any] = {
+    "config": "NemotronHConfig",
+    "layer": names.NEMOTRON_H,
+    "arranged": SCANS_ALONE,
+    "rope": lambda values, head_dim: {},  # nothing is rotated
+    "epsilon": ("layer_norm_epsilon", _LAYER_NORM[1]),
 }
 #: The architectures by their names in files.
 ARCHITECTURES = {
@@ -138,13 +147,18 @@ ARCHITECTURES = {
         rope=partial_rope,
         knows=("attention.sliding_window", "attention.value_length", families.VALUE_SCALE, *_ROUTED),
     ),
-    "nemotron_h": Architecture(
-        "NemotronHConfig",
-        adjusted=families.nemotron_h,
-        layer=names.NEMOTRON_H,
+    "nemotron_h": Architecture(adjusted=families.nemotron_h, **_NEMOTRON_H),
+    "nemotron_h_moe": Architecture(adjusted=families.nemotron_h_experts, knows=_ROUTED, **_NEMOTRON_H),
+    "mamba2": Architecture(
+        "Mamba2Config",
+        adjusted=families.mamba_2,
+        layer=names.MAMBA_2,
         arranged=SCANS_ALONE,
-        rope=lambda values, head_dim: {},  # nothing is rotated
-        epsilon=("layer_norm_epsilon", _LAYER_NORM[1]),
+        attends=False,
+        epsilon=("layer_norm_epsilon", _NORM[1]),
+    ),
+    "llama4": Architecture(
+        "Llama4TextConfig", adjusted=families.llama_4, layer=names.LLAMA_4, joined=TURNED_EXPERTS, knows=_EXPERTS
     ),
     "falcon-h1": Architecture("FalconH1Config", adjusted=families.falcon, layer=names.FALCON, arranged=SCANS),
     "seed_oss": Architecture("SeedOssConfig", adjusted=families.seed, layer=names.WITH_NORM_BEHIND_ATTENTION),
@@ -249,13 +263,19 @@ ARCHITECTURES = {
         "Lfm2MoeConfig", adjusted=families.convolutions_and_experts, layer=names.CONVOLUTIONS, knows=_EXPERTS, epsilon=_NORM
     ),
     "gemma": Architecture("GemmaConfig", offset_norms=True),
-    "gemma2": Architecture("Gemma2Config", adjusted=families.gemma_2, **_GEMMA),
-    "gemma3": Architecture("Gemma3TextConfig", adjusted=families.gemma_3, **_GEMMA),
+    "gemma2": Architecture("Gemma2Config", adjusted=gemma.gemma_2, **_GEMMA),
+    "gemma3": Architecture("Gemma3TextConfig", adjusted=gemma.gemma_3, **_GEMMA),
+    "gemma3n": Architecture(
+        "Gemma3nTextConfig",
+        adjusted=gemma.gemma_3n,
+        layer=names.GEMMA_3N,
+        knows=(*gemma.CAPS, "attention.sliding_window"),
+    ),
     "gemma4": Architecture(
         "Gemma4TextConfig",
-        adjusted=families.gemma_4,
+        adjusted=gemma.gemma_4,
         layer=names.GEMMA_4,
-        knows=(*families.CAPS, *_EXPERTS, "attention.sliding_window"),
+        knows=(*gemma.CAPS, *_EXPERTS, "attention.sliding_window"),
         scaled=False,
     ),
 }
@@ -331,29 +351,35 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
     for name, plain in _SPECIAL.items():
         if name not in known.knows and values.get(name) not in (None, plain):
             raise values.refuse(f"{values.architecture}.{name}={values.get(name)!r}")
-    heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
     layers = values.num_layers
     if layers > len(values.file.tensors):
         problem = f"it says {layers:,} layers, and holds {len(values.file.tensors)} tensors"
         raise ModelLoadError(values.file.path, problem, AGAIN)
     check_file_limit(values.file.path, "layers", layers)
-    head_dim = values.count("attention.key_length", hidden // heads)
+    return {
+        "hidden_size": values.count("embedding_length"),
+        "num_hidden_layers": layers,
+        "max_position_embeddings": values.count("context_length"),
+        known.epsilon[0]: values.number(known.epsilon[1]),
+    } | (_heads(values, known) if known.attends else {})
+
+
+def _heads(values: Values, known: Architecture) -> dict[str, Any]:
+    """The fields that describe attention and feed-forwards."""
+    heads = values.count("attention.head_count")
+    head_dim = values.count("attention.key_length", values.count("embedding_length") // heads)
     if (
         not {_LATENT, "attention.value_length"} & {*known.knows}
         and values.count("attention.value_length", head_dim) != head_dim
     ):
         raise values.refuse("values of another width than its keys")
     return {
-        "hidden_size": hidden,
         "intermediate_size": max(values.each_layer("feed_forward_length", values.get("expert_feed_forward_length"))),
-        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": max(values.each_layer(families.KEY_HEADS)) or heads
         if values.get(families.KEY_HEADS)
         else heads,
         "head_dim": head_dim,
-        "max_position_embeddings": values.count("context_length"),
-        known.epsilon[0]: values.number(known.epsilon[1]),
         "rope_parameters": known.rope(values, head_dim),
     }
 

@@ -3,6 +3,7 @@ and what llama.cpp's converter computes beforehand."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ class Arrangement:
     flat: bool = False  # whether the file has it as rows, and transformers all rows as one
 
 
+#: How the names of tensors of a layer begin in transformers.
+_OF_A_LAYER = re.compile(r"^(model|backbone)\.layers\.[^.]*\.")
 #: By the name of a tensor in a layer of transformers, without its ending.
 Arranged = Mapping[str, Arrangement]
 _AS_IT_IS = Arrangement()
@@ -36,8 +39,7 @@ def arrangement_of(arranged: Arranged, stock: str) -> Arrangement:
 
 def layer_name(stock: str) -> str:
     """The name of a tensor of transformers in its layer, without its ending."""
-    part = stock.removeprefix("model.layers.")
-    return (part.partition(".")[2] if part != stock else part).removesuffix(".weight").removesuffix(".bias")
+    return _OF_A_LAYER.sub("", stock).removesuffix(".weight").removesuffix(".bias")
 
 
 def row_order(arranged: Arranged, stock: str, config: Any) -> Tensor | None:
@@ -79,6 +81,25 @@ def _shared_shapes(config: Any) -> list[tuple[int, ...]]:
     return [(config.shared_intermediate_size, config.hidden_size)] * 2
 
 
+# --- The experts of Llama 4, whose projections lie the other way round in transformers.
+
+
+def _turned_shapes(config: Any) -> list[tuple[int, ...]]:
+    return [(config.num_local_experts, config.intermediate_size, config.hidden_size)] * 2
+
+
+def _turned_back_shapes(config: Any) -> list[tuple[int, ...]]:
+    return [(config.num_local_experts, config.hidden_size, config.intermediate_size)]
+
+
+def _turned(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 1).transpose(1, 2).contiguous()
+
+
+TURNED_EXPERTS = {
+    "feed_forward.experts.gate_up_proj": Joined(_turned_shapes, _turned),
+    "feed_forward.experts.down_proj": Joined(_turned_back_shapes, _turned),
+}
 #: Gates and values of Granite's feed-forward.
 GATES_AND_VALUES = {"shared_mlp.input_linear": Joined(_shared_shapes, torch.cat, by_rows=True)}
 UNFOLDING = {"self_attn.kv_b_proj": Joined(_unfolding_shapes, _unfolding)}

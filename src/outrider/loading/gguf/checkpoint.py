@@ -37,6 +37,10 @@ from outrider.loading.quantised_checkpoint import joined_parts, num_parts, part_
 _KEPT_WIDE = ("norm.weight", ".A_log", ".dt_bias", ".e_score_correction_bias", ".expert_bias")
 
 
+#: What a layer does not have that reads keys and values of another one.
+_SHARED = ("attn_k", "attn_v", "attn_k_norm")
+
+
 class GgufCheckpoint:
     """The tensors of a file by transformers' names."""
 
@@ -45,14 +49,18 @@ class GgufCheckpoint:
         self._known = architecture_of(file)
         self._tensors: dict[str, GgufTensor] = {}
         self._sharing: dict[str, list[str]] = {}  # the tensors of transformers that one of the file holds
+        unshared = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
         for name, tensor in file.tensors.items():
-            layer, _ = layer_part(name)
+            layer, part = layer_part(name)
             stock = stock_names(self._known.layer, name)
             if layer is not None and layer >= config.num_hidden_layers and self._predicts:
                 continue  # `prediction.py` reads it
-            if len(stock) == 2 and stock[1].endswith("[1]"):
-                for own, half in zip(stock, _halves(tensor), strict=True):
-                    self._tensors[own], self._sharing[half.name] = half, [own]
+            if layer is not None and layer >= unshared and part.partition(".")[0] in _SHARED:
+                continue  # files hold them, and nothing reads them
+            parts = _halves(tensor) if len(stock) == 2 and stock[1].endswith("[1]") else _matrices(tensor, len(stock))
+            if len(parts) > 1:
+                for own, one in zip(stock, parts, strict=True):
+                    self._tensors[own], self._sharing[one.name] = one, [own]
             elif stock:
                 self._tensors |= dict.fromkeys(stock, tensor)
                 self._sharing[tensor.name] = stock
@@ -78,8 +86,8 @@ class GgufCheckpoint:
             wanted.pop(f"{projection.name}_bias", None)
             wanted |= projection.shapes
         for whole, (_, parts) in self._joined().items():
-            wanted.pop(whole)
-            wanted |= {f"{whole}[{part}]": part_shape for part, part_shape in enumerate(parts)}
+            if wanted.pop(whole, None) is not None:
+                wanted |= {f"{whole}[{part}]": part_shape for part, part_shape in enumerate(parts)}
         for name, tensor in self._tensors.items():
             if name not in wanted:
                 problem = f"it has a tensor {tensor.name}, which its architecture does not have"
@@ -149,7 +157,7 @@ class GgufCheckpoint:
                 module = modules[name.removesuffix(".weight")]
                 stored = self._stored(name, tensor, dtype)
                 keep_quantised(module, stored)
-                if name == "model.embed_tokens.weight" and self._config.tie_word_embeddings:
+                if tensor.name == "token_embd.weight" and self._config.tie_word_embeddings:
                     keep_quantised(modules["lm_head"], stored)
             elif dtype == torch.bfloat16 and self._keeps_bits(name) and not _is_bfloat16(self._floats(name, tensor)):
                 path, _, kind = name.rpartition(".")
@@ -233,6 +241,16 @@ def _halves(tensor: GgufTensor) -> list[GgufTensor]:
     data = tensor.data.reshape(count, 2, -1)
     return [
         replace(tensor, name=f"{tensor.name}[{half}]", shape=(count, rows, cols), data=data[:, half]) for half in (0, 1)
+    ]
+
+
+def _matrices(tensor: GgufTensor, count: int) -> list[GgufTensor]:
+    """The matrices of a stack of so many, as tensors. A tensor that is no such stack stays one."""
+    if len(tensor.shape) != 3 or tensor.shape[0] != count:
+        return [tensor]
+    data = tensor.data.reshape(count, -1)
+    return [
+        replace(tensor, name=f"{tensor.name}[{place}]", shape=tensor.shape[1:], data=data[place]) for place in range(count)
     ]
 
 

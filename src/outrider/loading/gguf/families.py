@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.loading.gguf.rotary import partial_rotary, rope_parameters, rotated_part
+from outrider.loading.gguf.rotary import partial_rotary
 from outrider.loading.gguf.values import Values
-
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def llama(values: Values) -> dict[str, Any]:
@@ -20,74 +18,6 @@ def llama(values: Values) -> dict[str, Any]:
 def without_window(values: Values) -> dict[str, Any]:
     """transformers would take a window of 4,096 tokens where nothing is said."""
     return {"sliding_window": None}
-
-
-def gemma(values: Values, largest: int) -> dict[str, Any]:
-    """Returns what Gemma 2 and 3 share. Scores are scaled by the width of heads, but in the largest model, which has
-    `largest` layers, by the hidden size for each head; files do not say it."""
-    heads, hidden = values.count("attention.head_count"), values.count("embedding_length")
-    scale = values.count("attention.key_length", hidden // heads)
-    return {
-        "query_pre_attn_scalar": hidden // heads if values.count("block_count") == largest else scale,
-        "sliding_window": values.count("attention.sliding_window"),
-    }
-
-
-def gemma_2(values: Values) -> dict[str, Any]:
-    return gemma(values, 46) | {name: values.number(name) for name in CAPS}
-
-
-def gemma_3(values: Values) -> dict[str, Any]:
-    if values.get("attention.sliding_window_pattern") not in (None, 6):
-        raise values.refuse(f"attention.sliding_window_pattern={values.get('attention.sliding_window_pattern')!r}")
-    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10_000.0)}
-    caps = {name: values.number(name) if values.get(name) else None for name in CAPS}
-    return (
-        gemma(values, 62)
-        | caps
-        | {
-            "rope_parameters": {"full_attention": rope_parameters(values, 1_000_000.0), "sliding_attention": local},
-        }
-    )
-
-
-def gemma_4(values: Values) -> dict[str, Any]:
-    """Layers with a window have smaller heads, and rotate all of them; the others rotate what the factors of their
-    frequencies leave. The last layers may read keys and values of others, and tokens may have embeddings for each layer."""
-    layers, windows = values.num_layers, values.get("attention.sliding_window_pattern")
-    if not isinstance(windows, list) or len(windows) < layers:
-        raise values.refuse(f"attention.sliding_window_pattern={windows!r}")
-    windows = windows[:layers]
-    width, forwards = values.count("attention.key_length"), values.each_layer("feed_forward_length")
-    heads = {bool(window): count for window, count in zip(windows, values.each_layer(KEY_HEADS), strict=True)}
-    full = windows.index(False) if False in windows else 0
-    rotated, theta = rotated_part(values, width // 2), values.number("rope.freq_base", 1_000_000.0)
-    narrow = values.count("attention.key_length_swa", width)
-    if values.count("rope.dimension_count_swa", narrow) != narrow:
-        raise values.refuse("rotary positions of a part of each head of layers with a window")
-    return {
-        "head_dim": narrow,
-        "global_head_dim": width,
-        "num_key_value_heads": heads.get(True, max(heads.values())),
-        "num_global_key_value_heads": heads.get(False),
-        "attention_k_eq_v": not values.has(f"blk.{full}.attn_v.weight"),
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
-        "sliding_window": values.count("attention.sliding_window"),
-        "num_kv_shared_layers": values.natural("attention.shared_kv_layers"),
-        "intermediate_size": min(forwards),
-        "use_double_wide_mlp": len(set(forwards)) > 1,
-        "hidden_size_per_layer_input": values.natural("embedding_length_per_layer_input"),
-        "vocab_size_per_layer_input": values.rows_of("per_layer_token_embd.weight", 0),
-        "final_logit_softcapping": values.number(CAPS[1], 30.0),  # as llama.cpp where nothing is said
-        "enable_moe_block": values.natural("expert_count") > 0,
-        "num_experts": values.natural("expert_count") or None,
-        "top_k_experts": values.natural("expert_used_count") or None,
-        "moe_intermediate_size": values.natural("expert_feed_forward_length") or None,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": rotated, "rope_theta": theta},
-            "sliding_attention": {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10_000.0)},
-        },
-    }
 
 
 def phi_3(values: Values) -> dict[str, Any]:
@@ -185,7 +115,7 @@ def nemotron_h(values: Values) -> dict[str, Any]:
     heads, inner, layers = values.count("ssm.time_step_rank"), values.count("ssm.inner_size"), range(values.num_layers)
     if inner % heads:
         raise values.refuse(f"a scan of {inner} numbers in {heads} heads")
-    marks = {"mamba": "ssm_in", "attention": "attn_q"}
+    marks = {"mamba": "ssm_in", "attention": "attn_q", "moe": "ffn_gate_inp"}
     kinds = [
         next((kind for kind, mark in marks.items() if values.has(f"blk.{layer}.{mark}.weight")), "mlp") for layer in layers
     ]
@@ -202,6 +132,47 @@ def nemotron_h(values: Values) -> dict[str, Any]:
         "mamba_proj_bias": values.has(f"blk.{first['mamba']}.ssm_in.bias"),
         "attention_bias": values.has(f"blk.{first['attention']}.attn_q.bias"),
         "mlp_bias": values.has(f"blk.{first['mlp']}.ffn_up.bias"),
+    }
+
+
+def nemotron_h_experts(values: Values) -> dict[str, Any]:
+    """Experts as in DeepSeek-V3, which may read and give fewer numbers than a token has."""
+    found = routed(values)
+    return nemotron_h(values) | {
+        **{name: found[name] for name in (*_OF_ROUTERS, "n_shared_experts", "norm_topk_prob")},
+        "moe_shared_expert_intermediate_size": values.count("expert_shared_feed_forward_length"),
+        "moe_latent_size": values.natural("moe_latent_size") or None,
+    }
+
+
+def mamba_2(values: Values) -> dict[str, Any]:
+    """Scans alone."""
+    names = {
+        "mamba_n_heads": "num_heads",
+        "mamba_d_head": "head_dim",
+        "mamba_expand": "expand",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "state_size",
+        "mamba_d_conv": "conv_kernel",
+    }
+    return {names[name]: value for name, value in scan(values).items()} | {
+        "use_conv_bias": values.has("blk.0.ssm_conv1d.bias"),
+        "use_bias": values.has("blk.0.ssm_in.bias"),
+    }
+
+
+def llama_4(values: Values) -> dict[str, Any]:
+    """Layers see a chunk of tokens, but every fourth one, which rotates nothing, all. Files do not say it, nor that queries
+    and keys are normed, but where there are 128 experts."""
+    experts = values.count("expert_count")
+    return {
+        "num_local_experts": experts,
+        "num_experts_per_tok": values.count("expert_used_count"),
+        "intermediate_size": values.count("expert_feed_forward_length"),
+        "intermediate_size_mlp": values.count("feed_forward_length"),
+        "interleave_moe_layer_step": values.count("interleave_moe_layer_step"),
+        "use_qk_norm": experts != 128,
+        "attention_bias": values.has("blk.0.attn_q.bias"),
     }
 
 

@@ -56,6 +56,10 @@ class _MalformedError(ValueError):
     """A file that is no sound GGUF file. The message is what is wrong."""
 
 
+#: The types that have no blocks.
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 @dataclass(frozen=True)
 class GgufTensor:
     """A tensor of a file."""
@@ -75,8 +79,8 @@ class GgufTensor:
 
     def floats(self) -> Tensor:
         """float32 of its shape."""
-        if self.type == "F32":
-            return torch.from_numpy(self.data.copy()).view(torch.float32).reshape(self.shape)
+        if self.type in _FLOATS:
+            return torch.from_numpy(self.data.copy()).view(_FLOATS[self.type]).float().reshape(self.shape)
         if self.type == "I64":
             return self.integers().float()
         stored = GGUF_TYPES[self.type].stored(self.rows().clone(), torch.float32)

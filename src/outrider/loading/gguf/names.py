@@ -154,6 +154,23 @@ GEMMA_4 = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
 }
+_PLACES = (0, 1, 2)
+#: Of Gemma 3n, which computes several texts of hidden states at a time, and has their projections as one tensor in files.
+GEMMA_3N: dict[str, str | tuple[str, ...]] = {
+    **WITH_POST_NORMS,
+    **{name: GEMMA_4[name] for name in ("inp_gate", "proj", "post_norm")},
+    **{name: stock for name, stock in GEMMA_4.items() if name.startswith("per_layer_")},
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_proj": tuple(f"model.altup_projections.{place}" for place in _PLACES),
+    "altup_unembd_proj": tuple(f"model.altup_unembed_projections.{place}" for place in _PLACES),
+}
 #: Of the scan of Mamba-2.
 SCAN = {
     "ssm_in": "mamba.in_proj",
@@ -171,15 +188,31 @@ FALCON = {
     "ffn_norm": "pre_ff_layernorm.weight",
     "output_norm": "model.final_layernorm",
 }
-#: Of Nemotron-H, each of whose layers is one thing: a scan, attention or a feed-forward.
+_SCAN_ALONE = {"attn_norm": "norm", **{name: stock.replace("mamba.", "mixer.") for name, stock in SCAN.items()}}
+#: Of Mamba-2, whose layers are scans alone.
+MAMBA_2 = {**_SCAN_ALONE, "blk": "backbone.layers", "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f"}
+#: Of Nemotron-H, each of whose layers is one thing: a scan, attention, a feed-forward, or experts without gates.
 NEMOTRON_H = {
-    "attn_norm": "norm",
+    **_SCAN_ALONE,
     **{name: LAYER[name].replace("self_attn.", "mixer.") for name in ("attn_q", "attn_k", "attn_v", "attn_output")},
-    **{name: stock.replace("mamba.", "mixer.") for name, stock in SCAN.items()},
     "ffn_up": "mixer.up_proj",
     "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.up_proj[0]",
+    "ffn_down_exps": "mixer.experts.down_proj[0]",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     "token_embd": "model.embeddings",
     "output_norm": "model.norm_f",
+}
+#: Of Llama 4, with experts in some layers.
+LLAMA_4 = {
+    **{name: stock.replace("mlp.", "feed_forward.") for name, stock in {**LAYER, **EXPERTS}.items()},
+    "ffn_gate_inp": "feed_forward.router",
+    **{f"ffn_{name}_shexp": f"feed_forward.shared_expert.{name}_proj" for name in ("gate", "up", "down")},
 }
 #: Of Granite 4, whose feed-forward of all tokens stands beside experts, or alone.
 WITH_SCANS = {
@@ -215,9 +248,10 @@ _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outp
 #: Gates and values of experts that are one tensor in some files.
 _FUSED_EXPERTS = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 #: How the names end of what transformers has as a parameter of another module, without ".weight".
-_BARE = (".sinks", "layer_scalar", "]")
+_BARE = (".sinks", "layer_scalar", "correct_output_scale", "]")
 #: The names of tensors of a layer, as llama.cpp and as transformers have them, and those outside of layers that differ.
-#: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own.
+#: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own. "blk" stands
+#: for all layers, where transformers does not call them `model.layers`.
 LayerNames = Mapping[str, str | tuple[str, ...]]
 
 
@@ -225,15 +259,16 @@ def stock_names(layer: LayerNames, name: str) -> list[str]:
     """transformers' names for what a tensor of a file holds; none where it is not known."""
     place, _, kind = name.rpartition(".")
     if "." not in place and (own := layer.get(place, _MODEL.get(place))) is not None:
-        return [f"{own}.{kind}"]
+        return [f"{one}.{kind}" for one in _each(own)]
     number, part = layer_part(name)
     if number is None:
         return []
+    prefix = f"{layer.get('blk', 'model.layers')}.{number}."
     if part in layer:
-        return [f"model.layers.{number}.{stock}" for stock in _each(layer[part])]
+        return [f"{prefix}{stock}" for stock in _each(layer[part])]
     part = part.rpartition(".")[0]
     found = [stock for own in _FUSED_EXPERTS.get(part, (part,)) for stock in _each(layer.get(own, ()))]
-    return [_with_kind(f"model.layers.{number}.", stock, kind) for stock in found]
+    return [_with_kind(prefix, stock, kind) for stock in found]
 
 
 def layer_part(name: str) -> tuple[int | None, str]:

@@ -40,12 +40,12 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     if kind in ("gpt2", "gemma4"):
         splitting = _splitting(vocabulary, kind if kind == "gemma4" else vocabulary.get("pre"))
         begins, backend = splitting.begins, (_of_text if splitting.of_text else _byte_level)(vocabulary, splitting)
-    elif kind == "llama" and file.metadata.get("general.architecture") in _WITH_PIECES:
+    elif kind == "llama" and file.metadata.get("general.architecture") in WITH_PIECES:
         begins, backend = True, _sentence_piece(vocabulary)
     else:
         architecture = file.metadata.get("general.architecture")
         problem = (
-            f"its vocabulary is {kind!r} of {architecture}, and gpt2, and llama of {', '.join(_WITH_PIECES)}, are known"
+            f"its vocabulary is {kind!r} of {architecture}, and gpt2, and llama of {', '.join(WITH_PIECES)}, are known"
         )
         raise UnsupportedModelError(file.path, problem, _UNKNOWN)
     check_file_limit(file.path, "added_tokens", vocabulary.num_added)
@@ -118,7 +118,7 @@ def _shortest(value: Any) -> Any:
 
 
 #: The architectures whose vocabulary of SentencePiece is known.
-_WITH_PIECES = ("llama", "phi3", "gemma2", "gemma3")
+WITH_PIECES = ("llama", "phi3", "gemma2", "gemma3", "gemma3n")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -313,7 +313,7 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """
     names, tokens = vocabulary.names, vocabulary.tokens
     scores, types = vocabulary.scores(), vocabulary.types
-    by_length = vocabulary.file.metadata.get("general.architecture") in ("gemma2", "gemma3")
+    by_length = vocabulary.file.metadata.get("general.architecture") in ("gemma2", "gemma3", "gemma3n")
     whole: list[tuple[int, int, int, str, str]] = []
     merges: list[tuple[str, str]] = []
     for number in sorted(range(len(names)), key=lambda number: -scores[number]):  # equal ones stay in order
