@@ -16,6 +16,7 @@ from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.beside_target import ProposerBesideTarget, unread_tokens
 from outrider.propose.bridge import Bridge
+from outrider.propose.draft_vocabulary import DraftVocabulary
 from outrider.propose.eagle import FeatureMethod
 from outrider.propose.trees.growth import Growth, add_level, grow_by_depth, wanted_places
 
@@ -26,7 +27,8 @@ class BlockMethod(FeatureMethod):
     drafts_in_one_pass: ClassVar[bool] = True
 
     def proposer(self, head: PublishedHead, target: Target, bridge: Bridge) -> Proposer:
-        return BlockProposer(BlockRunner.of(head, target), bridge, self.min_confidence)
+        vocabulary = self.drafted_tokens(head, target)
+        return BlockProposer(BlockRunner.of(head, target), bridge, self.min_confidence, vocabulary)
 
 
 class DFlash(BlockMethod):
@@ -74,9 +76,11 @@ class BlockProposer(ProposerBesideTarget):
 
     _head: BlockRunner
 
-    def __init__(self, head: BlockRunner, bridge: Bridge, min_confidence: float = 0.0) -> None:
+    def __init__(
+        self, head: BlockRunner, bridge: Bridge, min_confidence: float = 0.0, vocabulary: DraftVocabulary | None = None
+    ) -> None:
         self._least_chance = min_confidence if head.judges else 0.0
-        super().__init__(head, bridge, 0.0 if head.judges else min_confidence)
+        super().__init__(head, bridge, 0.0 if head.judges else min_confidence, vocabulary)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
