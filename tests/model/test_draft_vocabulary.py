@@ -1,5 +1,5 @@
-"""Draft models that leave rare tokens out: the logits that are computed keep their bits, drafts hold no other tokens, and
-texts stay what they are."""
+"""Drafts that leave rare tokens out: the logits that are computed keep their bits, drafts hold no other tokens, and texts
+stay what they are."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
+from outrider import LLM, DFlash, DraftModel, Eagle1, Mtp, SamplingParams, SpeculationConfig
 from outrider.kernels.library import available_sets
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp
 from outrider.model.batch import Segment
 from outrider.propose.draft_vocabulary import DraftVocabulary, draft_vocabulary
+from outrider.propose.settings import Method
 from tests.model import checkpoints
 from tests.model.test_fused import runner_of
 
@@ -28,7 +30,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("pair")
     return tuple(  # type: ignore[return-value]
         str(checkpoints.save("llama", folder / str(seed), seed=seed, vocab_size=VOCAB, layers=layers))
-        for seed, layers in ((1, 2), (2, 1))
+        for seed, layers in ((1, 3), (2, 1))
     )
 
 
@@ -54,6 +56,12 @@ def test_logits_that_are_computed_have_their_bits_and_others_are_minus_infinity(
                 part = runner.forward(segments, head_panels=np.array(groups, np.int64)).logits
                 assert torch.equal(part[:, kept], whole[:, kept])
                 assert part[:, ~kept].eq(-torch.inf).all()
+            states = runner.forward([Segment(TEXT, 0, table)], aux_layers=[-1]).aux_hidden_states[-1]
+            whole = runner.backend.head(runner.loaded, states)
+            part = runner.backend.head(runner.loaded, states, np.array(groups, np.int64))
+            assert torch.equal(whole, runner.forward([Segment(TEXT, 0, table, logits_from=0)]).logits)
+            assert torch.equal(part[:, kept], whole[:, kept])
+            assert part[:, ~kept].eq(-torch.inf).all()
     finally:
         torch.set_num_threads(threads)
 
@@ -91,6 +99,20 @@ def test_rare_tokens_are_left_out_of_large_vocabularies_alone() -> None:
     assert draft_vocabulary(1000, loaded, 32) is not None
 
 
+@pytest.fixture(scope="module")
+def methods(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Method]:
+    """Methods that draft few of the tokens; heads have no output layer of their own."""
+    folder = tmp_path_factory.mktemp("heads")
+    mtp = save_random_mtp(folder / "mtp", pair[0], "deepseek_v3", 2)
+    dflash = save_random_dflash(folder / "dflash", pair[0])
+    return {
+        "draft_model": DraftModel(model=pair[1], vocabulary=SIZE),
+        "eagle1": Eagle1(model=save_random_eagle(folder / "eagle1", pair[0], "safeailab1"), vocabulary=SIZE),
+        "mtp": Mtp(model=mtp, vocabulary=SIZE),
+        "dflash": DFlash(model=dflash, vocabulary=SIZE),
+    }
+
+
 @pytest.mark.parametrize("shape", [{"num_draft_tokens": 5}, {"tree": (2, 2, 1)}], ids=["chain", "tree"])
 @pytest.mark.parametrize(
     "sampling",
@@ -100,35 +122,46 @@ def test_rare_tokens_are_left_out_of_large_vocabularies_alone() -> None:
     ],
     ids=["greedy", "seeded"],
 )
+@pytest.mark.parametrize("name", ["draft_model", "eagle1", "mtp", "dflash"])
 def test_texts_stay_and_drafts_hold_the_first_tokens_and_those_of_texts(
-    pair: tuple[str, str], sampling: SamplingParams, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[str, str],
+    methods: dict[str, Method],
+    name: str,
+    sampling: SamplingParams,
+    shape: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     llm = LLM(pair[0], dtype="float32", max_num_seqs=3)
     prompts = [[1, 2, 3], [9, 800, 7, 6], [998] * 5]
     want = [out.token_ids for out in llm.generate(prompts, sampling, speculation="none")]
-    drafted: list[tuple[set[int], set[int]]] = []
 
-    def settings(size: int) -> SpeculationConfig:
-        return SpeculationConfig(method=DraftModel(model=pair[1], vocabulary=size), **shape)
+    def drafted_by(method: Method) -> list[tuple[set[int], set[int]]]:
+        """The tokens of drafts, each with those of its text."""
+        found: list[tuple[set[int], set[int]]] = []
+        proposer = llm.proposers.get(method)
+        propose = proposer.propose
 
-    proposer = llm.proposers.get(settings(SIZE).method)
-    propose = proposer.propose
+        def watched(requests: Any, noise: Any) -> Any:
+            drafts = propose(requests, noise)
+            for request, draft in zip(requests, drafts, strict=True):
+                found.append((set(draft.token_ids), set(request.sequence.token_ids)))
+            return drafts
 
-    def watched(requests: Any, noise: Any) -> Any:
-        found = propose(requests, noise)
-        for request, draft in zip(requests, found, strict=True):
-            drafted.append((set(draft.token_ids), set(request.sequence.token_ids)))
+        with monkeypatch.context() as patch:
+            patch.setattr(proposer, "propose", watched)
+            config = SpeculationConfig(method=method, **shape)
+            assert [out.token_ids for out in llm.generate(prompts, sampling, speculation=config)] == want
         return found
 
-    monkeypatch.setattr(proposer, "propose", watched)
-    assert [out.token_ids for out in llm.generate(prompts, sampling, speculation=settings(SIZE))] == want
-    at_once = proposer.runner.backend.tokens_at_once()  # type: ignore[attr-defined]
+    at_once = llm.engine.runner.backend.tokens_at_once()
+    assert at_once is not None
     first = -(-SIZE // at_once) * at_once
-    texts = set().union(*(text for _, text in drafted))
-    groups = {token // at_once for token in texts}
-    assert any(tokens for tokens, _ in drafted)
-    assert all(t < first or t // at_once in groups for tokens, _ in drafted for t in tokens)
-    assert [out.token_ids for out in llm.generate(prompts, sampling, speculation=settings(0))] == want
+    few = drafted_by(methods[name])
+    groups = {token // at_once for _, text in few for token in text}
+    assert any(t >= first for tokens, _ in few for t in tokens), "tokens of texts are drafted, too"
+    assert all(t < first or t // at_once in groups for tokens, _ in few for t in tokens)
+    every = drafted_by(methods[name].model_copy(update={"vocabulary": 0}))
+    assert any(t >= first and t // at_once not in groups for tokens, _ in every for t in tokens)
 
 
 def test_a_stage_verifies_by_the_law_that_is_drafted_from(pair: tuple[str, str]) -> None:

@@ -94,7 +94,7 @@ class FusedRunner(HeadRunner[FeatureHeadNetwork]):
         logits, aux, left = self.kernel.forward_part(own, normed, (0,), residual, beside=beside)
         states = aux.get(_NORMED, left)
         if rows.logit_rows and not own.logit_rows:
-            logits = self._target.head(states[rows.logit_rows])
+            logits = self._target_head(states[rows.logit_rows])
         for (draft, row), feature in zip(computed, states if self.network.config.norm_output else left, strict=True):
             draft.features[row] = feature
         return upcast_logits(logits)

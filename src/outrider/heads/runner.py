@@ -57,6 +57,8 @@ class HeadRunner(Generic[NetworkT]):
         self._target, self._rotary, self._window = target, rotary, window
         self.aux_layers, self.shape = aux_layers, shape
         self.network = network
+        #: Returns the tokens that have logits where the target lends its output layer, as `Target.head` takes them.
+        self.head_panels: Callable[[], np.ndarray | None] = lambda: None
         self.dtype = self._pack()
         self._levels = list(network.levels)
         self._stacks = [list(level.stack) for level in self._levels]
@@ -98,7 +100,10 @@ class HeadRunner(Generic[NetworkT]):
 
     def logits(self, left: Tensor) -> Tensor:
         """Logits [n, draft_vocab_size] of what a level left, float32 at least."""
-        return upcast_logits(self.network.logits(left, self._target.head))
+        return upcast_logits(self.network.logits(left, self._target_head))
+
+    def _target_head(self, states: Tensor) -> Tensor:
+        return self._target.head(states, self.head_panels())
 
     def next_feature(self, left: Tensor) -> Tensor:
         """Features [n, width] that the next token reads, of what a level left."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 import numpy as np
@@ -39,7 +39,7 @@ from outrider.kernels.layout import (
 )
 from outrider.kernels.library import KernelLibrary
 from outrider.kernels.mixers import Mixer, MixerRows, MixerWeights, mixer_structs
-from outrider.kernels.packed import PackedWeights, product
+from outrider.kernels.packed import PackedWeights
 
 _I64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -371,14 +371,13 @@ class DecoderKernel:
         rows, last = rows_without_context([0] * len(hidden)), len(self._layers)
         return self.forward_part(rows, (last,), (), hidden)[1][last]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [n, vocab_size] of normed hidden states [n, hidden_size], scaled and capped."""
-        assert self.head is not None, "these layers have no logits of their own"
-        rows = hidden.to(self.real).contiguous()
-        out = product(self._library, self.head.struct, rows)
-        scale = self._library.function("scale_logits", self.real)
-        scale(ctypes.byref(self._decoder), _POINTER(out.data_ptr()), _I64(0), _I64(out.numel()))
-        return out[:, : self.head.out_features]
+    def logits(self, hidden: Tensor, head_panels: np.ndarray | None = None) -> Tensor:
+        """The logits [n, vocab_size] of normed hidden states [n, hidden_size], scaled and capped. `head_panels` are as for
+        `forward`."""
+        decoder = DecoderStruct.from_buffer_copy(self._decoder)
+        decoder.num_layers, decoder.final_norm = 0, NormStruct(NormKind.NONE)
+        rows = replace(rows_without_context([0] * len(hidden)), logit_rows=list(range(len(hidden))))
+        return self._pass(decoder, rows, [], hidden, head_panels=head_panels)
 
     def _states_like(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows, self.shape.hidden_size, dtype=self.real)

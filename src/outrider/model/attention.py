@@ -116,8 +116,9 @@ class AttentionBackend(ABC):
         """The final norm of hidden states [n, hidden_size]."""
 
     @abstractmethod
-    def head(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of normed hidden states [n, hidden_size], scaled and capped as the model does it."""
+    def head(self, loaded: LoadedModel, hidden: Tensor, head_panels: np.ndarray | None = None) -> Tensor:
+        """Logits [n, vocab_size] of normed hidden states [n, hidden_size], scaled and capped as the model does it.
+        `head_panels` are those of a `ForwardContext`."""
 
 
 # --- Backends that live inside a transformers model: its own forward runs, and only attention is ours.
@@ -158,7 +159,7 @@ class HostedAttention(AttentionBackend):
         with self.scope():
             return hf.final_norm(loaded.model, hidden)
 
-    def head(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
+    def head(self, loaded: LoadedModel, hidden: Tensor, head_panels: np.ndarray | None = None) -> Tensor:
         with self.scope(), hf.only_head(loaded.model, hidden):
             tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=loaded.device)
             logits: Tensor = loaded.model(input_ids=tokens, use_cache=False).logits[0]

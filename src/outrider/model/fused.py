@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,8 +117,8 @@ class FusedDecoder(AttentionBackend):
     def norm(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
         return self._kernel.norm(hidden)
 
-    def head(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
-        return self._kernel.logits(hidden)
+    def head(self, loaded: LoadedModel, hidden: Tensor, head_panels: np.ndarray | None = None) -> Tensor:
+        return self._kernel.logits(hidden, head_panels)
 
     def _check_regimes(self, batch: RaggedBatch) -> None:
         """Raise ValueError where a row has no rotary factors in the set that it asks for."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,6 +78,11 @@ class Target:
         return hf_modules.decoder_config(self._runner.loaded.model.config)
 
     @property
+    def tokens_at_once(self) -> int | None:
+        """Returns how many tokens, one behind another, have logits together or have none. None: `head` computes all."""
+        return self._runner.backend.tokens_at_once()
+
+    @property
     def fused(self) -> bool:
         """Tells whether our kernels compute its passes as a whole."""
         return self._runner.backend.name == FusedDecoder.name
@@ -115,9 +121,14 @@ class Target:
         return self._runner.backend.norm(self._runner.loaded, self._checked(hidden))
 
     @torch.inference_mode()
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] of hidden states [n, hidden_size] that have passed the final norm; float32 at least."""
-        return upcast_logits(self._runner.backend.head(self._runner.loaded, self._checked(hidden)))
+    def head(self, hidden: Tensor, head_panels: np.ndarray | None = None) -> Tensor:
+        """Logits [n, vocab_size] of hidden states [n, hidden_size] that have passed the final norm; float32 at least.
+
+        Args:
+            head_panels: int64 [n, 2], ascending ranges of groups of `tokens_at_once` tokens that have logits; those of all
+                others are minus infinity. None computes all.
+        """
+        return upcast_logits(self._runner.backend.head(self._runner.loaded, self._checked(hidden), head_panels))
 
     @torch.inference_mode()
     def read(self, kv: KVView, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:

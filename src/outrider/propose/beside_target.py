@@ -14,6 +14,7 @@ from outrider.heads.rows import TextRows
 from outrider.heads.runner import HeadRunner
 from outrider.propose.base import ObservedRows, Proposer, ProposeRequest, ProposerSequence, Requirements, RowStatus, rows_at
 from outrider.propose.bridge import Bridge
+from outrider.propose.draft_vocabulary import DraftVocabulary
 from outrider.propose.trees.growth import Growth
 
 
@@ -23,10 +24,20 @@ class ProposerBesideTarget(Proposer):
 
     Args:
         bridge: From the tokens that the head drafts to the target's.
+        vocabulary: The tokens that are drafted, where the head uses the target's output layer; None for all.
     """
 
-    def __init__(self, head: HeadRunner[Any], bridge: Bridge, min_confidence: float = 0.0) -> None:
+    def __init__(
+        self,
+        head: HeadRunner[Any],
+        bridge: Bridge,
+        min_confidence: float = 0.0,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
         self._head, self._bridge, self._min_confidence = head, bridge, min_confidence
+        self._vocabulary = vocabulary
+        if vocabulary is not None:
+            head.head_panels = lambda: vocabulary.panels
         self.added: AddedLayers = head.join()
         self.requires = Requirements(aux_layers=head.aux_layers, added_layers=self.added)
         self._features: dict[int, LastFeatures] = {}  # by sequence
@@ -53,6 +64,8 @@ class ProposerBesideTarget(Proposer):
 
     def finish(self, sequence: ProposerSequence) -> None:
         self._features.pop(sequence.seq_id, None)
+        if self._vocabulary is not None:
+            self._vocabulary.forget(sequence.seq_id)
 
     def check_rest(self) -> None:
         assert not self._features, f"the head still keeps features of {len(self._features)} texts"
@@ -81,6 +94,8 @@ class ProposerBesideTarget(Proposer):
         `least` tokens at least."""
         held = self.added.num_filled(request.sequence.kv)
         ready = held >= least and unread_tokens(request, held)
+        if self._vocabulary is not None:
+            self._vocabulary.see(request.sequence.seq_id, request.sequence.token_ids)
         depth = request.max_depth if depth is None else min(request.max_depth, depth)
         return Growth.of(request, request.budget if ready else 0, depth, self._min_confidence)
 

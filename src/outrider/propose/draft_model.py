@@ -27,7 +27,7 @@ from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
 from outrider.propose.bridge import Bridge, SameVocabulary
-from outrider.propose.draft_vocabulary import DraftVocabulary, draft_vocabulary
+from outrider.propose.draft_vocabulary import DraftVocabulary, VocabularySize, draft_vocabulary
 from outrider.propose.settings import Method, ProposerContext, SpeculationConfig
 from outrider.propose.tree import CHAIN
 from outrider.propose.trees.growth import Growth, add_level, level_logits, next_of_chains
@@ -69,7 +69,7 @@ class DraftModel(Method):
     min_confidence: Annotated[float, Elsewhere(options=("--spec-draft-p-min", "--draft-p-min"))] = Field(
         0.0, ge=0.0, le=1.0, description="Use 0 to 1."
     )
-    vocabulary: int | None = Field(None, ge=0, description="Use 0 for all tokens, a number of tokens, or None.")
+    vocabulary: VocabularySize = None
 
     @property
     def identity(self) -> Hashable:

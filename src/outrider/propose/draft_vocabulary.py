@@ -1,8 +1,9 @@
-"""The tokens that the head of a draft model computes, where its vocabulary is large.
+"""The tokens that the output layer of a draft computes, where the vocabulary is large.
 
-The head of a small model with a large vocabulary may be a third of what a pass reads, and most of its tokens are hardly
-ever written. A draft may leave them out: its law is zero there, and a text is distributed as the target's whatever law a
-draft is drawn from (FR-Spec, Zhao et al. 2025; VocabTrim, Goel et al. 2025).
+The output layer of a small model with a large vocabulary may be a third of what a pass reads. For a head that uses the
+target's, it is most of what a draft token reads. Most of its tokens are hardly ever written. A draft may leave them out:
+its law is zero there, and a text is distributed as the target's whatever law a draft is drawn from (FR-Spec, Zhao et al.
+2025; VocabTrim, Goel et al. 2025).
 
 Tokenizers number tokens in the order of their merges, or of their scores, which is that of how often texts use them. So
 the first tokens are taken, and the added ones, which end turns; and then those that texts contain, since a text that has
@@ -13,34 +14,41 @@ is moved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from outrider.loading.loaded_model import LoadedModel
+from outrider.model.target import Target
 
 #: The first tokens that are computed where nobody says how many.
 USUAL_SIZE = 49_152
 #: Vocabularies of fewer tokens are computed whole, unless somebody says how many: leaving some out would save little.
 _LEAST_WHOLE = 2 * USUAL_SIZE
 
+#: The setting of methods: how many of the first tokens.
+VocabularySize = Annotated[int | None, Field(ge=0, description="Use 0 for all tokens, a number of tokens, or None.")]
 
-def draft_vocabulary(size: int | None, loaded: LoadedModel, at_once: int | None) -> DraftVocabulary | None:
-    """The tokens that a draft model computes. None where it computes all.
+
+def draft_vocabulary(size: int | None, model: LoadedModel | Target, at_once: int | None) -> DraftVocabulary | None:
+    """The tokens that a draft's output layer computes. None where it computes all.
 
     Args:
         size: How many of the first tokens; 0 for all. None chooses.
+        model: The model that has the layer.
         at_once: How many tokens its backend computes together. None where it cannot leave some out.
     """
     if size is None:
-        size = USUAL_SIZE if loaded.vocab_size >= _LEAST_WHOLE else 0
-    if at_once is None or not 0 < size < loaded.vocab_size:
+        size = USUAL_SIZE if model.vocab_size >= _LEAST_WHOLE else 0
+    if at_once is None or not 0 < size < model.vocab_size:
         return None
-    added = () if loaded.tokenizer is None else loaded.tokenizer.get_added_vocab().values()
-    return DraftVocabulary(size, loaded.vocab_size, at_once, {*added, *loaded.eos_token_ids})
+    added = () if model.tokenizer is None else model.tokenizer.get_added_vocab().values()
+    return DraftVocabulary(size, model.vocab_size, at_once, {*added, *model.eos_token_ids})
 
 
 class DraftVocabulary:
-    """Groups of tokens that have logits in a pass of a draft model.
+    """Groups of tokens that have logits in a pass of a draft.
 
     Args:
         size: How many of the first tokens always have some.

@@ -24,6 +24,7 @@ from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.beside_target import ProposerBesideTarget, unread_tokens
 from outrider.propose.bridge import Bridge, ChosenTokens, SameVocabulary
+from outrider.propose.draft_vocabulary import DraftVocabulary, VocabularySize, draft_vocabulary
 from outrider.propose.row_heads import FolderMethod
 from outrider.propose.settings import ProposerContext
 from outrider.propose.trees.growth import Growth, add_level
@@ -32,7 +33,14 @@ from outrider.propose.trees.growth import Growth, add_level
 
 
 class FeatureMethod(FolderMethod):
-    """A published head drafts from the target's features."""
+    """A published head drafts from the target's features.
+
+    Attributes:
+        vocabulary: Where the head uses the target's output layer, so many of the first tokens are drafted, and those that
+            texts contain; 0 for all. None leaves rare tokens out where the vocabulary is large.
+    """
+
+    vocabulary: VocabularySize = None
 
     if_nothing_stands: ClassVar[str] = (
         "layers or norms are probably read wrongly, or the head was trained for another model; it has no witness of the "
@@ -51,7 +59,11 @@ class FeatureMethod(FolderMethod):
 
     def proposer(self, head: PublishedHead, target: Target, bridge: Bridge) -> Proposer:
         """The proposer that drafts with a head; for methods that draft otherwise than token by token to override."""
-        return HeadProposer(open_head(head, target), bridge, self.min_confidence)
+        return HeadProposer(open_head(head, target), bridge, self.min_confidence, self.drafted_tokens(head, target))
+
+    def drafted_tokens(self, head: PublishedHead, target: Target) -> DraftVocabulary | None:
+        """The tokens that the target's output layer computes for the head; None for all."""
+        return draft_vocabulary(self.vocabulary, target, target.tokens_at_once if head.network.lm_head is None else None)
 
     def _check_method(self, config: FeatureHeadConfig) -> None:
         if config.method != self.name:
@@ -97,6 +109,8 @@ class Mtp(FolderMethod):
 
     Attributes:
         model: Local folder of another checkpoint of the target that holds these layers; None for the target's own.
+        vocabulary: So many of the first tokens are drafted, and those that texts contain; 0 for all. None leaves rare
+            tokens out where the vocabulary is large.
     """
 
     name: ClassVar[str] = "mtp"
@@ -109,6 +123,7 @@ class Mtp(FolderMethod):
     model: Annotated[str | None, Elsewhere(options=("--mtp-draft-model",))] = Field(
         None, min_length=1, description="Use a local folder."
     )
+    vocabulary: VocabularySize = None
 
     def added_token_bytes(self, target: LoadedModel) -> int:
         folder = target.folder() if self.model is None else self.model
@@ -117,7 +132,9 @@ class Mtp(FolderMethod):
 
     def build(self, context: ProposerContext) -> Proposer:
         """The proposer with these settings; UnsupportedModelError where the checkpoint carries no such layers."""
-        return HeadProposer(open_mtp(context.target, self.model), SameVocabulary(context.vocab_size), self.min_confidence)
+        target, bridge = context.target, SameVocabulary(context.vocab_size)
+        vocabulary = draft_vocabulary(self.vocabulary, target, target.tokens_at_once)
+        return HeadProposer(open_mtp(target, self.model), bridge, self.min_confidence, vocabulary)
 
 
 # --- Drafting token by token with a head that reads the target's features.

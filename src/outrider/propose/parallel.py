@@ -17,6 +17,7 @@ from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.beside_target import ProposerBesideTarget, unread_tokens
 from outrider.propose.bridge import Bridge
+from outrider.propose.draft_vocabulary import DraftVocabulary
 from outrider.propose.eagle import FeatureMethod
 from outrider.propose.trees.growth import Growth, add_level, grow_by_depth, wanted_places
 
@@ -27,7 +28,8 @@ class BlockMethod(FeatureMethod):
     drafts_in_one_pass: ClassVar[bool] = True
 
     def proposer(self, head: PublishedHead, target: Target, bridge: Bridge) -> Proposer:
-        return BlockProposer(BlockRunner.of(head, target), bridge, self.min_confidence)
+        vocabulary = self.drafted_tokens(head, target)
+        return BlockProposer(BlockRunner.of(head, target), bridge, self.min_confidence, vocabulary)
 
 
 class DFlash(BlockMethod):
@@ -79,10 +81,16 @@ class BlockProposer(ProposerBesideTarget):
 
     _head: BlockRunner
 
-    def __init__(self, head: BlockRunner, bridge: Bridge, min_confidence: float | None = 0.0) -> None:
+    def __init__(
+        self,
+        head: BlockRunner,
+        bridge: Bridge,
+        min_confidence: float | None = 0.0,
+        vocabulary: DraftVocabulary | None = None,
+    ) -> None:
         self.judges, least = head.judges and min_confidence is None, min_confidence or 0.0
         self._least_chance = least if head.judges else 0.0
-        super().__init__(head, bridge, 0.0 if head.judges else least)
+        super().__init__(head, bridge, 0.0 if head.judges else least, vocabulary)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
