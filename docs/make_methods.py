@@ -39,8 +39,9 @@ LLM(speculation={"method": "suffix", "branches": True, "num_draft_tokens": 16})
 
 On the command line it is `--method suffix`, or `--method '{"method": "suffix", "branches": true}'`. In the benchmark it is
 a way, like `--way suffix:16`. [Write a proposer](../how-to/write_a_proposer.md) says how to write a method of your own,
-[Performance](../explanation/performance.md) how fast these are, and [Losslessness](../explanation/losslessness.md) why the
-distribution stays. [How the methods guess](../explanation/methods.md) has one line for each."""
+[What the methods gain](../explanation/what_methods_gain.md) how fast these are, and
+[Losslessness](../explanation/losslessness.md) why the distribution stays.
+[How the methods guess](../explanation/methods.md) has one line for each."""
 _UNBOUNDED = {"bool": "true or false", "Method or None": "settings, or a name", "str or None": "any text"}
 STATISTICS = """## Statistics
 

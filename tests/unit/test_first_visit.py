@@ -74,11 +74,10 @@ def test_figures_of_the_readme_stand_on_the_page_of_performance() -> None:
     assert [figure for figure in sorted(figures) if f"{figure}" not in measured] == []
 
 
-def test_every_method_is_named_with_a_link() -> None:
+def test_a_link_leads_to_the_page_that_names_every_method() -> None:
     page = (ROOT / "docs" / "reference" / "methods.md").read_text("utf-8")
-    linked = re.findall(r"docs/reference/methods\.md#(\w+)", README)
-    assert set(linked) == set(settings._BUILT_IN)
-    assert [name for name in linked if f"\n## {name}\n" not in page] == []
+    assert "](docs/reference/methods.md)" in README
+    assert [name for name in settings._BUILT_IN if f"\n## {name}\n" not in page] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

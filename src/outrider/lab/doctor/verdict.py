@@ -200,7 +200,7 @@ class Typical:
     source: str  # where they come from
 
 
-_PERFORMANCE = "docs/explanation/performance.md, drawn text"
+_PERFORMANCE = "docs/explanation/what_methods_gain.md, drawn text"
 #: By method. The others have no figures that could be compared: what they accept depends on the text alone.
 TYPICAL = {
     "draft_model": Typical(2.5, 3.9, "docs/how-to/train_a_draft.md, drawn text, 5 to 7 draft tokens"),
