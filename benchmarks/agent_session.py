@@ -31,6 +31,7 @@ from urllib.parse import urlsplit
 
 import torch
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from tests.server.running import running
 
@@ -142,15 +143,15 @@ class Contestant:
     model: str
     predicts: bool = False
 
-    def play(self, number: int, num_turns: int, max_tokens: int) -> list[Answer]:
-        """The first turns of the session, in a round of this number."""
+    def play(self, name: str, number: int, num_turns: int, max_tokens: int) -> list[Answer]:
+        """The first turns of the session, in a round of this number. A bar of this name shows how far it is."""
         rules = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
         system = f"Session {number}. You change this repository with the tools that you have.\n\n{rules}"
         fields = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True, "tools": TOOLS}
-        return [self._ask({**fields, "system": system}, turn) for turn in session()[:num_turns]]
+        return [self._ask({**fields, "system": system}, turn) for turn in track(session()[:num_turns], name)]
 
     def _ask(self, fields: dict[str, Any], turn: Turn) -> Answer:
-        choice = {"type": "none"} if turn.tool is None else {"type": "tool", "name": turn.tool}
+        choice = {"type": "auto"} if turn.tool is None else {"type": "tool", "name": turn.tool}  # so the tools stay
         body = {**fields, "messages": turn.messages, "tool_choice": choice}
         if self.predicts and turn.predicted is not None:
             body["prediction"] = {"type": "content", "content": json.dumps(turn.predicted)[1:-1]}
@@ -228,7 +229,7 @@ def measure(found: dict[str, Contestant], rounds: int, num_turns: int, max_token
     runs: dict[str, list[list[Answer]]] = {name: [] for name in found}
     for number in range(rounds):
         for name in list(found)[:: 1 if number % 2 else -1]:
-            runs[name].append(found[name].play(number, num_turns, max_tokens))
+            runs[name].append(found[name].play(name, number, num_turns, max_tokens))
             print(f"round {number + 1}, {name}: {sum(each.seconds for each in runs[name][-1]):.0f} s", flush=True)
     plain = runs.get("outrider, none")
     return {name: _figures(its, plain) for name, its in runs.items()}

@@ -22,7 +22,7 @@ from outrider.heads.block_networks import (
 from outrider.heads.features import Eagle3Network, FeatureHeadConfig
 from outrider.heads.formats.deepspec import method_of
 from outrider.heads.formats.folder import FULL, SLIDING, Format, HeadTensor, read_layer, read_layers, widths
-from outrider.loading.gguf import families
+from outrider.loading.gguf import gemma
 from outrider.loading.gguf.architecture import ARCHITECTURES, PREDICTED, Architecture, read_shape
 from outrider.loading.gguf.arrangement import row_order
 from outrider.loading.gguf.header import AGAIN, GgufFile, read_gguf
@@ -293,7 +293,7 @@ def read_gguf_assistant(path: str) -> dict[str, Any]:
         raise UnsupportedModelError(path, problem, ORIGINAL)
     own = {key: value for key, value in file.metadata.items() if key != f"{_ASSISTANT}.{PREDICTED}"}
     values = Values(replace(file, metadata=own))
-    layers = read_shape(values, ARCHITECTURES["gemma4"]) | families.gemma_4(values)
+    layers = read_shape(values, ARCHITECTURES["gemma4"]) | gemma.gemma_4(values)
     return {
         "model_type": "gemma4_assistant",
         "backbone_hidden_size": values.count("embedding_length_out"),
