@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import gc
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,12 @@ def test_it_runs(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch, re
         request.getfixturevalue("gguf_files")
     if "tuning/profile.json" in code:
         request.getfixturevalue("profile")
-    exec(compile(code, str(block), "exec"), {"__name__": "page"})
+    names: dict[str, Any] = {"__name__": "page"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # pages leave their clients open, as people do
+        exec(compile(code, str(block), "exec"), names)
+        names.clear()
+        gc.collect()  # so that no later test meets what this one left open
 
 
 @pytest.mark.core
