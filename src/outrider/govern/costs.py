@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import hypot, sqrt
 
-#: Observations of one number of rows that its correction looks back on. Shows in "noisy times".
+#: Observations of one number of rows that its correction looks back on. Fewer show in "long pauses", more in "noisy times".
 _NEAR_MEMORY = 48.0
 #: Observations of any number of rows that the general correction looks back on. Shows in
 #: test_a_machine_that_becomes_slower_changes_nothing.
@@ -23,7 +23,8 @@ _FAR_WEIGHT = 0.5
 #: What was observed elsewhere weighs as much as so many observations at most. Shows in
 #: test_one_text_gains_within_a_second_of_a_crowd.
 _DOUBTED = 2.0
-#: In so many steps an observation of one number of rows loses most of its weight. Shows in "rows become dear".
+#: In so many steps an observation of one number of rows loses all of its weight. Fewer show in "noisy times", and no end
+#: at all in test_planning_is_paid_for_like_trials.
 _STALE_AFTER = 400.0
 #: One observation changes nothing by more than this factor, since a machine may pause for any reason. Shows in "long
 #: pauses".
