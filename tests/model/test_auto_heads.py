@@ -11,8 +11,7 @@ import pytest
 from outrider import LLM, SamplingParams
 from outrider.govern import acceptance
 from outrider.govern.costs import CostTable, StepTimes, StepWork
-from outrider.lab.prove.tiny import save_random_heads
-from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_peagle
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_heads, save_random_peagle
 from outrider.model import keeping
 from tests.model import checkpoints
 

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.config import default_model
 from outrider.errors import ContradictionError, InputError, InvalidParameterError
-from outrider.lab.prove.tiny import save_random_heads
-from outrider.lab.prove.tiny_heads import save_random_mtp
+from outrider.lab.prove.tiny_heads import save_random_heads, save_random_mtp
 from tests.model.vocabularies import save_permuted_and_cut
 
 pytestmark = [

@@ -20,7 +20,7 @@ from outrider.heads.checkpoint import load_heads, save_heads
 from outrider.heads.networks import HeadNetwork
 from outrider.kernels.library import kernel_library
 from outrider.lab.prove.own_model import CacheAudit
-from outrider.lab.prove.tiny import save_random_heads
+from outrider.lab.prove.tiny_heads import save_random_heads
 from outrider.model import factory, hf
 from outrider.params import RequestOutput
 from outrider.propose.row_heads import RowHeadsProposer

@@ -9,8 +9,13 @@ import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.config import default_model
-from outrider.lab.prove.tiny import save_random_heads
-from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
+from outrider.lab.prove.tiny_heads import (
+    save_random_dflash,
+    save_random_eagle,
+    save_random_heads,
+    save_random_mtp,
+    save_random_peagle,
+)
 from outrider.propose import settings
 from tests.model.vocabularies import save_permuted_and_cut
 

@@ -15,8 +15,13 @@ import pytest
 
 from outrider import LLM, SamplingParams, SpeculationConfig
 from outrider.config import default_model
-from outrider.lab.prove.tiny import save_random_heads
-from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
+from outrider.lab.prove.tiny_heads import (
+    save_random_dflash,
+    save_random_eagle,
+    save_random_heads,
+    save_random_mtp,
+    save_random_peagle,
+)
 from outrider.propose.trees.adaptive import FixedPace
 from tests.model.test_mixed_methods import PREDICTION, WAYS
 

@@ -17,7 +17,8 @@ from outrider.engine.thread import Health
 from outrider.errors import HeadMismatchError, InputError, VocabularyMismatchError
 from outrider.govern.costs import CostTable
 from outrider.lab.prove.engine import ScriptedClock
-from outrider.lab.prove.tiny import HEAD_METHODS, save_random_heads, save_tiny_llama
+from outrider.lab.prove.tiny import save_tiny_llama
+from outrider.lab.prove.tiny_heads import HEAD_METHODS, save_random_heads
 from outrider.model.target import Target
 from outrider.propose import settings
 from outrider.propose.base import DraftNoise, Proposer, ProposerSequence

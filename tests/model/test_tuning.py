@@ -23,8 +23,8 @@ from outrider.heads.checkpoint import load_heads, save_heads
 from outrider.lab.measure import writing
 from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
 from outrider.lab.measure.writing import EncodedTask, Run, write
-from outrider.lab.prove.tiny import save_random_heads, save_tiny_hybrid, save_tiny_llama
-from outrider.lab.prove.tiny_heads import save_random_dflash
+from outrider.lab.prove.tiny import save_tiny_hybrid, save_tiny_llama
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_heads
 from outrider.lab.tune.shadow import Shadow, ShadowScorer, score_text
 from outrider.lab.tune.tuner import Tuner
 from outrider.propose.settings import PLAIN

@@ -17,8 +17,7 @@ from outrider.heads.checkpoint import load_heads, save_heads
 from outrider.heads.formats.published import read_head
 from outrider.lab.measure import widen_heads as module
 from outrider.lab.measure.widen_heads import wide_heads, widen_heads, widen_published
-from outrider.lab.prove.tiny import save_random_heads
-from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_heads
 from outrider.widen import widen
 
 pytestmark = pytest.mark.by_change(

@@ -23,7 +23,8 @@ from outrider.lab.prove.engine import EngineProof
 from outrider.lab.prove.running import Finding
 from outrider.lab.prove.settings import SETTINGS, Setting
 from outrider.lab.prove.target_settings import HEADS_SETTINGS, SHARED_TARGET_LAYERS
-from outrider.lab.prove.tiny import save_tiny_heads, save_tiny_llama
+from outrider.lab.prove.tiny import save_tiny_llama
+from outrider.lab.prove.tiny_heads import save_tiny_heads
 from outrider.llm import LLM
 from outrider.params import SamplingParams, TokenOrigin
 from outrider.propose.base import (

@@ -17,7 +17,7 @@ import pytest
 from outrider import LLM
 from outrider.building import Identity, Profile
 from outrider.config import default_model
-from outrider.lab.prove.tiny import save_random_heads
+from outrider.lab.prove.tiny_heads import save_random_heads
 from tests.server.running import Server, running
 from tests.waiting import wait_until
 from tests.warm import warm_python

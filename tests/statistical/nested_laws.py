@@ -19,7 +19,8 @@ from outrider.lab.prove.reference import Case, Joint
 from outrider.lab.prove.rules import RULE_NAMES, WrittenText, draw_tree, reference_is_exact, verifier_is_exact
 from outrider.lab.prove.running import Finding
 from outrider.lab.prove.target_settings import SHARED_TARGET_LAYERS
-from outrider.lab.prove.tiny import raise_engine_norms, save_tiny_heads, save_tiny_llama
+from outrider.lab.prove.tiny import raise_engine_norms, save_tiny_llama
+from outrider.lab.prove.tiny_heads import save_tiny_heads
 from outrider.lab.prove.tree_reference import Members, Shape, TreeRule
 from outrider.llm import LLM
 from outrider.params import SamplingParams

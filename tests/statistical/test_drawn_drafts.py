@@ -19,8 +19,13 @@ from outrider.config import default_model
 from outrider.draft import Draft, Law
 from outrider.engine import engine
 from outrider.engine.drafting import drafting
-from outrider.lab.prove.tiny import save_random_heads
-from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
+from outrider.lab.prove.tiny_heads import (
+    save_random_dflash,
+    save_random_eagle,
+    save_random_heads,
+    save_random_mtp,
+    save_random_peagle,
+)
 from outrider.propose import base
 from outrider.propose import settings as registry
 from outrider.propose.trees import growth

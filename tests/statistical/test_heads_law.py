@@ -12,7 +12,8 @@ from tests.statistical import planted
 
 from outrider.lab.prove.engine import BOUND, EngineProof
 from outrider.lab.prove.target_settings import HEADS_SETTINGS, SHARED_TARGET_LAYERS
-from outrider.lab.prove.tiny import save_layered, save_tiny_heads, save_tiny_llama
+from outrider.lab.prove.tiny import save_layered, save_tiny_llama
+from outrider.lab.prove.tiny_heads import save_tiny_heads
 from outrider.propose.base import Proposer
 from outrider.propose.eagle import HeadProposer
 from outrider.propose.parallel import BlockProposer

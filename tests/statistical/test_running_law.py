@@ -14,8 +14,8 @@ from outrider.lab.prove.engine import BOUND, EngineProof
 from outrider.lab.prove.forking import total_variation
 from outrider.lab.prove.settings import Setting
 from outrider.lab.prove.target_settings import MTP, RUNNING_HEADS_SETTINGS, RUNNING_SETTINGS, SHARED_TARGET_LAYERS
-from outrider.lab.prove.tiny import save_tiny_heads, save_tiny_hybrid
-from outrider.lab.prove.tiny_heads import save_random_mtp
+from outrider.lab.prove.tiny import save_tiny_hybrid
+from outrider.lab.prove.tiny_heads import save_random_mtp, save_tiny_heads
 from outrider.model.batch import Segment
 from outrider.model.running import Convolution
 from outrider.params import SamplingParams

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from outrider.propose.row_heads import FolderMethod
+from outrider.propose.settings import find
+
 #: A measured speedup below this gains nothing that could be told from chance.
 GAINS_FROM = 1.02
 #: Where a pass of the draft takes more than this share of a target pass, no acceptance that was ever measured pays well.
@@ -215,7 +218,6 @@ LOOKUPS = frozenset({"ngram", "suffix", "prediction", "lookahead", "token_recycl
 #: Methods that run layers of the target as they are. Their guesses may be poor, but no training of theirs can be wrong.
 OWN_LAYERS = frozenset({"early_exit", "layer_skip"})
 _HEADS = frozenset({"medusa", "blockwise", "exit"})
-_FEATURE_HEADS = frozenset({"eagle1", "eagle3", "mtp", "dflash", "dspark", "peagle"})
 
 _CHECK_HEADS = (
     "Check, in this order: the offset (head i guesses the token i + 1 places behind the one that the target is about to "
@@ -241,9 +243,9 @@ def checks(method: str) -> str:
         return _CHECK_TEXT
     if method in OWN_LAYERS:
         return _CHECK_LAYERS
-    if method in _FEATURE_HEADS:
-        return _CHECK_FEATURES
-    return _CHECK_HEADS if method in _HEADS else _CHECK_MODEL
+    if method in _HEADS:
+        return _CHECK_HEADS
+    return _CHECK_FEATURES if issubclass(find(method), FolderMethod) else _CHECK_MODEL
 
 
 def was_trained(method: str) -> bool:

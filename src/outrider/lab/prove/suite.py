@@ -27,17 +27,8 @@ from outrider.lab.prove.running import Check, Finding, Proof, Report, run_in_pro
 from outrider.lab.prove.sampled import prove_sampled
 from outrider.lab.prove.settings import DRAFT, HEADS, LOOKUP, OTHER_DRAFT, QUICK_SETTINGS, SETTINGS, TARGET, Setting
 from outrider.lab.prove.target_settings import PARAMETERS, SHARED_TARGET_LAYERS
-from outrider.lab.prove.tiny import (
-    CROSSED_PIECES,
-    FEATURE_METHODS,
-    HEAD_METHODS,
-    PIECES,
-    save_layered,
-    save_tiny_heads,
-    save_tiny_hybrid,
-    save_tiny_llama,
-    save_tiny_t5,
-)
+from outrider.lab.prove.tiny import CROSSED_PIECES, PIECES, save_layered, save_tiny_hybrid, save_tiny_llama, save_tiny_t5
+from outrider.lab.prove.tiny_heads import FEATURE_METHODS, HEAD_METHODS, save_tiny_heads
 from outrider.lab.prove.tree_reference import TreeRule
 from outrider.params import SamplingParams
 from outrider.propose import settings as registry
@@ -231,6 +222,7 @@ UNASKED = (
 )  # fmt: skip
 #: Methods that draft with layers of the model whose tokens they guess.
 _LAYERS = frozenset({"early_exit", "layer_skip"})
+_HEADS = frozenset({*HEAD_METHODS, *FEATURE_METHODS})
 #: Fields of SpeculationConfig that the settings of a proof vary.
 _VARIED = frozenset({"num_draft_tokens", "tree", "rule", "draft_sampling"})
 
@@ -298,7 +290,7 @@ def _with_models(asked: Mapping[str, Any] | str, stage: int = 0) -> dict[str, An
     filled = {**({} if "model" in method else usual.get(method["method"], {})), **method}
     if "drafter" in method:
         filled["drafter"] = _with_models(method["drafter"], stage + 1)
-    if method["method"] in FEATURE_METHODS or method["method"] in HEAD_METHODS:
+    if method["method"] in _HEADS:
         filled["model"] = HEADS
     if issubclass(registry.find(method["method"]), Composition | Auto):
         members = method.get("methods") or ("suffix", "draft_model")
@@ -310,7 +302,7 @@ def _model_of_stage(drafter: Any, stage: int) -> dict[str, Any]:
     """The draft model of a stage. Heads and first layers draft for one that has several layers, and that the heads of the
     proof were made for."""
     name = drafter.get("method") if isinstance(drafter, Mapping) else drafter
-    if name in HEAD_METHODS or name in FEATURE_METHODS or name in _LAYERS:
+    if name in _HEADS or name in _LAYERS:
         return next(model for model in _STAGES[stage:] if model["model"] == TARGET)
     return _STAGES[stage]
 

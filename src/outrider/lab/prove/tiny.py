@@ -8,17 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.heads.checkpoint import describe_target, save_heads, take_witness
-from outrider.heads.networks import (
-    BlockwiseConfig,
-    ExitConfig,
-    HeadsConfig,
-    HeadTarget,
-    MedusaConfig,
-    build_network,
-    randomise,
-)
-from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_mtp, save_random_peagle
+from outrider.lab.prove.tiny_heads import save_tiny_heads
 from outrider.llm import LLM
 from outrider.loading.exclusive import exclusive_transformers
 from outrider.propose.base import Proposer
@@ -152,59 +142,7 @@ def _raise_norms_of(proposer: Proposer) -> None:
         _raise_norms_of(stage.proposer)
 
 
-# --- Heads with random weights for a small target, so that drafts from heads can be proven without training any.
-
-
-#: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
-#: sure of anything.
-HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
-#: Methods whose heads keep keys and values of the text.
-FEATURE_METHODS = frozenset({"eagle1", "eagle3", "mtp", "dflash", "dspark", "peagle"})
-
-
-def random_config(method: str, target: HeadTarget) -> HeadsConfig:
-    """Heads of a method as small as they can be for a target."""
-    if method == "medusa":
-        width = target.hidden_size
-        return MedusaConfig(target=target, layer=target.num_layers, normed=True, heads=3, width=width)
-    if method == "blockwise":
-        return BlockwiseConfig(target=target, layer=target.num_layers, normed=True, heads=3, inner=target.hidden_size)
-    assert method == "exit", method
-    return ExitConfig(target=target, layer=max(1, target.num_layers - 1), normed=False, width=target.hidden_size)
-
-
-def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
-    """Write heads of each method for a tiny target; returns their folders by method. Those that read features need three
-    layers, and layers that predict several tokens serve a Llama alone."""
-    found = {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
-    some: dict[str, Any] = {"scale": 0.7, "draft_tokens": (0, 2)}
-    low: dict[str, Any] = {**some, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    return found | {
-        "eagle1": save_random_eagle(folder / "eagle1", target, "safeailab1", scale=0.7),
-        "eagle3": save_random_eagle(folder / "eagle3", target, "speculators", **low),
-        "mtp": save_random_mtp(folder / "mtp", target, "deepseek_v3", 2, scale=0.7),
-        "dflash": save_random_dflash(folder / "dflash", target, "speculators", block_size=4, **some),
-        "dspark": save_random_dflash(
-            folder / "dspark", target, "deepspec", scale=0.7, block_size=3, markov_head_type="rnn", bias=1.0
-        ),
-        "peagle": save_random_peagle(folder / "peagle", target, **low),
-    }
-
-
 def save_layered(folder: Path, num_layers: int) -> dict[str, Any]:
     """Write a draft model of several layers for the proofs, and its heads; returns both as `EngineProof` takes them."""
     draft = save_tiny_llama(folder / "model", 5, num_layers=num_layers)
     return {"layered": draft, "layered_heads": save_tiny_heads(folder, draft)}
-
-
-def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:
-    """Write heads with random weights for a checkpoint; returns their folder."""
-    from transformers import AutoModelForCausalLM
-
-    with exclusive_transformers():
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    config = random_config(method, describe_target(model, target)).replace(**changes)
-    network = build_network(config)
-    randomise(network, seed, scale)
-    save_heads(folder, network, take_witness(model, config))
-    return str(folder)

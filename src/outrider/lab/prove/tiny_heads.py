@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outrider.heads.checkpoint import describe_target, save_heads, take_witness
 from outrider.heads.lone import lone_config
+from outrider.heads.networks import (
+    BlockwiseConfig,
+    ExitConfig,
+    HeadsConfig,
+    HeadTarget,
+    MedusaConfig,
+    build_network,
+    randomise,
+)
 from outrider.loading.exclusive import exclusive_transformers
 
 #: What NVIDIA nests in a configuration, with the layers whose outputs are read.
@@ -342,3 +354,53 @@ def save_random_peagle(
     shapes = {f"layers.{i}.{name}": shape for i in range(1, num_layers) for name, shape in of_layer.items()}
     shapes["mask_hidden"] = (1, 1, tensors["fc.weight"].shape[1])
     return _written(folder, mapping, tensors | random_tensors(shapes, seed + 2, scale))
+
+
+# --- Heads with random weights for a small target, so that drafts from heads can be proven without training any.
+
+
+#: Methods that draft with heads, and a spread of random weights for a tiny target, so that they guess unevenly and are not
+#: sure of anything.
+HEAD_METHODS = {"medusa": 0.7, "blockwise": 0.25, "exit": 0.7}
+_SOME: dict[str, Any] = {"scale": 0.7, "draft_tokens": (0, 2)}
+_LOW: dict[str, Any] = {**_SOME, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+#: Methods whose heads keep keys and values of the text, with what writes such a head. They need a target of three layers,
+#: and layers that predict several tokens need a Llama.
+FEATURE_METHODS: dict[str, Callable[[Path, str], str]] = {
+    "eagle1": partial(save_random_eagle, layout="safeailab1", scale=0.7),
+    "eagle3": partial(save_random_eagle, layout="speculators", **_LOW),
+    "mtp": partial(save_random_mtp, layout="deepseek_v3", num_layers=2, scale=0.7),
+    "dflash": partial(save_random_dflash, layout="speculators", block_size=4, **_SOME),
+    "dspark": partial(save_random_dflash, layout="deepspec", scale=0.7, block_size=3, markov_head_type="rnn", bias=1.0),
+    "peagle": partial(save_random_peagle, **_LOW),
+}
+
+
+def random_config(method: str, target: HeadTarget) -> HeadsConfig:
+    """Heads of a method as small as they can be for a target."""
+    if method == "medusa":
+        width = target.hidden_size
+        return MedusaConfig(target=target, layer=target.num_layers, normed=True, heads=3, width=width)
+    if method == "blockwise":
+        return BlockwiseConfig(target=target, layer=target.num_layers, normed=True, heads=3, inner=target.hidden_size)
+    assert method == "exit", method
+    return ExitConfig(target=target, layer=max(1, target.num_layers - 1), normed=False, width=target.hidden_size)
+
+
+def save_tiny_heads(folder: Path, target: str) -> dict[str, str]:
+    """Write heads of each method for a tiny target; returns their folders by method."""
+    found = {name: save_random_heads(folder / name, target, name, scale=scale) for name, scale in HEAD_METHODS.items()}
+    return found | {name: save(folder / name, target) for name, save in FEATURE_METHODS.items()}
+
+
+def save_random_heads(folder: Path, target: str, method: str, seed: int = 1, *, scale: float = 0.3, **changes: Any) -> str:
+    """Write heads with random weights for a checkpoint; returns their folder."""
+    from transformers import AutoModelForCausalLM
+
+    with exclusive_transformers():
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    config = random_config(method, describe_target(model, target)).replace(**changes)
+    network = build_network(config)
+    randomise(network, seed, scale)
+    save_heads(folder, network, take_witness(model, config))
+    return str(folder)
