@@ -294,8 +294,8 @@ NATIVE_MUTANTS = (
     _mutant(
         "heads that attend together add the values of the first",
         "attention.inc",
-        "h * NAME(head_bytes)(a->shape), count,",
-        "0, count,",
+        "{places, h * NAME(head_bytes)(a->shape),",
+        "{places, 0,",
         "kernels_attention_operator",
     ),
     _mutant(

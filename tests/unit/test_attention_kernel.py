@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -114,6 +115,22 @@ def test_the_bits_of_a_row_do_not_depend_on_what_else_attends(dtype: torch.dtype
             assert torch.equal(
                 attended(available_sets()[-1], (last,), query[end - 1 : end], keys, values, **how), whole[end - 1 : end]
             )
+
+
+@pytest.mark.skipif("avx512bf16" not in available_sets(), reason="no instruction for pairs that could be taken apart")
+@pytest.mark.parametrize(("group", "dim"), [(1, 5), (3, 24), (4, 72), (13, 64)])
+def test_pairs_that_are_taken_apart_have_the_bits_of_the_instruction(group: int, dim: int) -> None:
+    query, keys, values, _ = inputs(2, group, dim, torch.bfloat16)
+    query[..., 0] *= 1e-38  # numbers that the instruction takes for 0
+    values[::3] *= 1e-38
+    apart = ctypes.c_int.in_dll(kernels_for("avx512bf16")._library, "outrider_pairs_apart")
+    before, got = apart.value, []
+    for apart.value in (0, 1):
+        got.append(
+            attended("avx512bf16", SEGMENTS, query, keys, values, window=0, chunk=0, scale=0.3, softcap=None, sinks=None)
+        )
+    apart.value = before
+    assert torch.equal(*got)
 
 
 def test_what_the_kernels_do_not_take_is_told() -> None:

@@ -20,12 +20,14 @@ static unsigned saved_registers(void) {
     return low;
 }
 
-enum { EBX = 1, ECX = 2, EAX = 0 };
+enum { EAX = 0, EBX = 1, ECX = 2, EDX = 3 };
 enum { FMA = 1u << 12, OSXSAVE = 1u << 27 };                                             /* leaf 1, ECX */
 enum { AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512DQ = 1u << 17, AVX512BW = 1u << 30 }; /* leaf 7, EBX */
 #define AVX512VL (1u << 31)
 enum { AVX512VNNI = 1u << 11 }; /* leaf 7, ECX */
 enum { AVX512BF16 = 1u << 5 }; /* leaf 7 part 1, EAX */
+enum { AVX512FP16 = 1u << 23 }; /* leaf 7, EDX */
+enum { GENU = 0x756e6547 };     /* leaf 0, EBX, of GenuineIntel */
 enum { SAVES_YMM = 0x06, SAVES_ZMM = 0xe6 };
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
@@ -69,6 +71,18 @@ int64_t outrider_instruction_sets(void) {
     if ((sets & RUNS_NEONDOT) && has_bf16()) sets |= RUNS_NEONBF16; /* and products of matrices of bytes */
 #endif
     return sets;
+}
+
+/* 0 or 1 where a test has chosen. */
+int outrider_pairs_apart = -1;
+
+/* Intel's processors from Sapphire Rapids on take two cycles for a vector of products of pairs, and half a cycle for a vector of
+ * products of floats. Those of AMD take no longer for the one than for the other. Asking is slow in virtual machines. */
+int pairs_are_slow(void) {
+#if defined(__x86_64__)
+    if (outrider_pairs_apart < 0) outrider_pairs_apart = feature_words(0, 0, EBX) == GENU && (feature_words(7, 0, EDX) & AVX512FP16);
+#endif
+    return outrider_pairs_apart > 0;
 }
 
 const constant *outrider_constants(void) {

@@ -74,6 +74,11 @@
 enum { FORMAT_REAL = 0, FORMAT_BF16 = 1, FORMAT_INT8 = 2, FORMAT_INT4 = 3, FORMAT_BLOCKS = 4 };
 enum { OPERAND_REAL = 0, OPERAND_PAIRS = 1, OPERAND_BYTES = 2 };
 
+/* How attention multiplies pairs of bf16: by the instruction for them, or by the two products of floats that it stands for. The second
+ * number of a pair comes first, and numbers nearer to 0 than normal ones are 0. So the bits are the same. */
+enum { PAIRS_TOGETHER = 1, PAIRS_APART = 2 };
+int pairs_are_slow(void); /* Whether the instruction takes longer than the two products do; see dispatch.c. */
+
 /* What the numbers in blocks mean; see formats/blocks.inc. */
 enum { VALUES_WHOLE = 0, VALUES_NL = 1, VALUES_MX = 2, VALUES_HALF = 3, VALUES_BF16 = 4 };
 enum { SCALES_NONE = 0, SCALES_HALF = 1, SCALES_BF16 = 2 };
@@ -143,6 +148,25 @@ INLINE floats fused(floats a, floats b, floats sum) {
 #else
 #define SETTLE(x) __asm__("" : "+m"(x))
 #endif
+
+/* From here on takes numbers nearer to 0 than normal ones for 0, where that is wanted. Returns what keep_small needs to end it. */
+INLINE unsigned flush_small(const int wanted) {
+#if defined(__x86_64__)
+    const unsigned control = wanted ? _mm_getcsr() : 0;
+    if (wanted) _mm_setcsr(control | 0x8040);
+    return control;
+#else
+    return (unsigned)wanted;
+#endif
+}
+
+INLINE void keep_small(const int wanted, unsigned control) {
+#if defined(__x86_64__)
+    if (wanted) _mm_setcsr(control);
+#else
+    (void)wanted, (void)control;
+#endif
+}
 
 /* The same number in every lane. A compiler adds it to a vector of zeros where it is told so, since -0 would become 0. */
 INLINE floats splat(float value) {
@@ -277,6 +301,19 @@ INLINE floats bf16_from_floats(floats values, uint16_t *out) {
     return (floats)vshll_n_u16(rounded, 16);
 #endif
 }
+
+#if defined(__AVX512F__)
+/* Each number rounded to bf16. */
+INLINE floats rounded_to_bf16(floats values) {
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)values)), 16);
+}
+
+/* The first numbers of pairs of bf16, and the second ones. */
+INLINE floats first_of_pairs(floats pairs) { return (floats)((uint_lanes)pairs << 16); }
+INLINE floats second_of_pairs(floats pairs) { return (floats)((uint_lanes)pairs & 0xffff0000u); }
+
+INLINE floats neighbours_swapped(floats values) { return (floats)_mm512_permute_ps((__m512)values, 0xb1); }
+#endif
 
 /* Turns bytes for two vectors of floats into bf16, in their order. */
 INLINE floats bf16_from_int8(const int8_t *bytes) {
