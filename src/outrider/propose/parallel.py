@@ -48,7 +48,8 @@ class DSpark(BlockMethod):
     """A published DSpark head drafts a whole block of tokens in one pass, and chooses them from left to right.
 
     Attributes:
-        model: Local folder of the head, as DeepSpec or the speculators package publish it; or a GGUF file.
+        model: Local folder of the head, as DeepSpec (with layers of Qwen3 or Gemma 4) or the speculators package publish
+            it; or a GGUF file.
         min_confidence: Where the head guesses the chances of places: no token is drafted at a place whose chance, given the
             tokens before it, is smaller; None to end each chain where a further token is not worth its time. Elsewhere as
             for other methods.
