@@ -132,7 +132,7 @@ class BlockProposer(ProposerBesideTarget):
         *before, last = self._unread(growth)
         state = self._head.begin_path(block)[None]
         for place, token in enumerate(before):
-            _, state, _ = self._head.go_on([token], block.states[place : place + 1], state)
+            _, state, _ = self._head.go_on([token], block.states[place : place + 1], state, judged=False)
         return _Path(growth, block, last, len(before), state[0])
 
     def _grow(self, paths: Sequence[_Path], noise: DraftNoise) -> None:
@@ -144,6 +144,7 @@ class BlockProposer(ProposerBesideTarget):
                 [path.token(node) for path, node in rows],
                 torch.stack([path.block.states[path.first + path.depth(node)] for path, node in rows]),
                 torch.stack([path.state_before(node) for path, node in rows]),
+                judged=self.judges or self._least_chance > 0.0,
             )
             logits = bias + torch.stack([path.block.logits[path.depth(node)] for path, node in rows])
             guessed = chances.tolist()
@@ -154,7 +155,7 @@ class BlockProposer(ProposerBesideTarget):
                 path.growth.level.append(node)
             if likely:
                 going = [path.growth for path in alive if path.growth.growing]
-                add_level(going, self._bridge.logits(logits[likely]), noise)
+                add_level(going, self._bridge.logits(logits if len(likely) == len(rows) else logits[likely]), noise)
 
 
 @dataclass
