@@ -110,6 +110,11 @@ def _set(**fields: Any) -> Callable[[dict[str, Any]], Any]:
         (_set(final_logit_softcapping=0.0), "final_logit_softcapping=0.0: no bound"),
         (_set(global_head_dim=15), "num_attention_heads=[4, 2, 15]: heads, key-value heads and width"),
         (_set(rope_parameters={"full_attention": {"rope_type": "dynamic", "factor": 2.0}}), "rope_type='dynamic'"),
+        (
+            _set(rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+            "nothing of full_attention",
+        ),
+        (_set(final_logit_softcapping="4"), "describes no gemma4_text layer"),
     ],
 )
 def test_a_configuration_that_is_not_computed_is_refused(

@@ -82,13 +82,17 @@ def _read_gemma(folder: str, mapping: Mapping[str, Any], kind: str) -> tuple[Any
     cap = gemma.final_logit_softcapping
     if cap is not None and not cap > 0:
         raise refused(folder, _CAP, cap, "no bound", "Write the number that the head was trained with, or null.")
+    rotary = (gemma.rope_parameters or {}).get(FULL)
+    if not isinstance(rotary, Mapping):
+        problem = f"it says nothing of {FULL}"
+        raise refused(folder, "rope_parameters", gemma.rope_parameters, problem, "Write those that it was trained with.")
     heads = key_heads(gemma)[0]
     sizes = {
         **{name: getattr(gemma, name) for name in _SAME},
         "num_key_value_heads": heads.num,
         "head_dim": heads.width,
         "hidden_act": gemma.hidden_activation,
-        "rope_parameters": gemma.rope_parameters[FULL],
+        "rope_parameters": dict(rotary),
     }
     return read_layers(folder, sizes, "qwen3"), GemmaShape(bool(gemma.attention_k_eq_v), cap)
 
