@@ -7,7 +7,8 @@ A way is written as in `outrider bench --way`, behind a name of its own. The fir
 and plain decoding always runs too. Prompts are lines of {"prompt": ...}; where a line has an "answer", `--replay` forces it
 as the target's choice. Every way writes every prompt in every round, in turns that change with the prompt, alone and
 without a prefix cache. A ratio of speeds is that of total times, with the 95% range of a bootstrap over prompts, which
-pairs them.
+pairs them. The time of drafting is the median over the drafts of one prompt, in turns of all ways. Heads of DSpark end
+their drafts where they like, and with `--whole` they draft whole blocks.
 
 In a replay the drafts are greedy and see nothing of the text that is forced: the target alone is made to follow it.
 """
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.blind import Blind
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, DSpark, SamplingParams, SpeculationConfig
 from outrider.config import default_model
 from outrider.lab.measure.decoding_config import DecodingConfig, parse_ways
 from outrider.lab.measure.machine import describe
@@ -32,6 +33,9 @@ from outrider.lab.measure.writing import EncodedTask, Run, write
 from outrider.propose.row_heads import FolderMethod
 from outrider.results import RequestStats
 from outrider.widen import wide_target
+
+#: Times that each way writes one prompt for the time of its drafts.
+_TURNS = 5
 
 
 @dataclass
@@ -55,13 +59,15 @@ class Measured:
         return found
 
 
-def parse(text: str, *, wide: bool, replay: bool) -> tuple[str, DecodingConfig]:
+def parse(text: str, *, wide: bool, replay: bool, whole: bool) -> tuple[str, DecodingConfig]:
     """A name and a way; heads are carried over to the wide target."""
     name, _, form = text.partition("=")
     way = parse_ways([form], default_model("draft"))[-1]
     method = way.config.method
     if wide and isinstance(method, FolderMethod) and method.model is not None:
         method = method.replace(model=wide_heads(method.model))
+    if whole and isinstance(method, DSpark):
+        method = method.replace(min_confidence=0.0)
     if replay and method is not None:
         method = Blind(of=method)
     return name, replace(way, config=way.config.replace(method=method))
@@ -91,17 +97,20 @@ def measure(
             shift = (turn + place) % len(names)
             for name in names[shift:] + names[:shift]:
                 found[name].runs.append(write(llm, [task], ways[name], temperature))
-    for name, way in ways.items():
-        found[name].drafting_seconds = drafting(llm, way, tasks[0]) if way.config.enabled else 0.0
+    seconds: dict[str, list[float]] = {name: [] for name, way in ways.items() if way.config.enabled}
+    for _ in range(_TURNS):
+        for name, taken in seconds.items():
+            taken += drafting(llm, ways[name], tasks[0])
+    for name, taken in seconds.items():
+        found[name].drafting_seconds = float(np.median(taken))
     return found
 
 
-def drafting(llm: LLM, way: DecodingConfig, task: EncodedTask) -> float:
-    """The median time of drafting in a step, in seconds."""
+def drafting(llm: LLM, way: DecodingConfig, task: EncodedTask) -> list[float]:
+    """The time of drafting in each step, in seconds."""
     params = SamplingParams(max_tokens=task.max_tokens, ignore_eos=True)
     output = llm.generate(list(task.prompt_ids), params, speculation=way.config, trace=True)[0]
-    rounds = output.outputs[0].rounds or ()
-    return float(np.median([each.seconds["propose"] for each in rounds]))
+    return [each.seconds["propose"] for each in output.outputs[0].rounds or ()]
 
 
 def ratio(one: np.ndarray, other: np.ndarray) -> dict[str, float]:
@@ -147,6 +156,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=32, help="prompts")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--replay", action="store_true")
+    parser.add_argument("--whole", action="store_true", help="heads of DSpark draft whole blocks")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     target = wide_target(asked.dtype) if asked.wide else asked.target
@@ -154,7 +164,7 @@ def main() -> None:
     lines = [json.loads(line) for line in asked.prompts.read_text("utf-8").splitlines() if line.strip()]
     tasks = encoded(llm, lines, asked.tokens, replay=asked.replay)[: asked.limit]
     plain = {"plain": DecodingConfig("plain", SpeculationConfig.of("none"))}
-    ways = plain | dict(parse(text, wide=asked.wide, replay=asked.replay) for text in asked.way)
+    ways = plain | dict(parse(text, wide=asked.wide, replay=asked.replay, whole=asked.whole) for text in asked.way)
     found = {
         "machine": describe(llm.engine.runner.loaded.device),
         "target": "wide" if asked.wide else asked.target or "embedded",

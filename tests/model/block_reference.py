@@ -95,14 +95,21 @@ class BlockReference:
         joined = torch.cat([states[i][0].double() for i in self.states], -1)
         context = self._norm(joined @ self.weights["fc.weight"].T, "hidden_norm.weight")
         tokens = torch.tensor([text[-1]] + [self.mask] * (self.block_size - 1))
-        rows = self.model.get_input_embeddings().weight.double()[tokens]
+        rows = self._embedded(tokens)
         for number in range(len(self.windows)):
             rows = self._layer(number, rows, context)
         left = self._norm(rows, "norm.weight")
+        return left, self._output(left)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.model.get_input_embeddings().weight.double()[tokens]
+        return found
+
+    def _output(self, left: Tensor) -> Tensor:
         if "lm_head.weight" in self.weights:
-            return left, left @ self.weights["lm_head.weight"].T
+            return left @ self.weights["lm_head.weight"].T
         head: Tensor = self.model.get_output_embeddings()(left)
-        return left, head
+        return head
 
     def _layer(self, number: int, rows: Tensor, context: Tensor) -> Tensor:
         prefix = f"layers.{number}."

@@ -292,7 +292,7 @@ def _set(**fields: Any) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     ("layout", "spoil", "told"),
     [
-        ("deepspec", _set(model_type="gemma4_text"), "model_type='gemma4_text': heads with layers of Qwen3"),
+        ("deepspec", _set(model_type="gemma3_text"), "model_type='gemma3_text': heads with layers of Qwen3 or Gemma 4"),
         ("deepspec", _set(block_size=None), "block_size=None: no size of a block"),
         ("deepspec", _set(mask_token_id=61), "mask_token_id=61: no token of the 61"),
         ("deepspec", _set(target_layer_ids=[-2, 1]), "target_layer_ids=[-2, 1]: no list of layers"),

@@ -11,7 +11,9 @@ import pytest
 from outrider import LLM, Ngram, SpeculationConfig
 from outrider.engine.drafting.planning import as_requested
 from outrider.lab.prove.tiny_heads import save_random_dflash
-from tests.model import checkpoints, test_block_heads
+from outrider.propose import parallel
+from outrider.propose.trees import growth
+from tests.model import checkpoints, test_block_heads, test_gemma_heads
 
 _NAMES = ("z-lab", "z-lab, windows")
 
@@ -31,6 +33,14 @@ def blocks_make_the_drafts() -> None:
         assert test_block_heads.faults(outputs) == 0
         assert watch.num_rows > 5
         assert watch.worst <= test_block_heads.BOUND
+
+
+def gemma_layers_are_those_of_transformers() -> None:
+    """Every row of a draft is what layers of Gemma 4 say under transformers."""
+    made = test_gemma_heads.make(Path(tempfile.mkdtemp()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "add_level", lambda *args: growth.add_level(*args))
+        test_gemma_heads.check_logits(made, "keys as values", "float64", patch)
 
 
 @cache

@@ -51,4 +51,12 @@ BLOCK_MUTANTS = (
         "wanted_places(growth, len(others))",
         "wanted_places(growth, 0)",
     ),
+    Mutant(
+        "values of Gemma 4 are keys behind their norm and positions",
+        0,
+        "heads/block_networks.py",
+        "return rotated(self.k_norm(keys), rotary), self.v_norm(values)",
+        "found = rotated(self.k_norm(keys), rotary)\n        return found, found if self._values_are_keys else values",
+        "gemma_layers_are_those_of_transformers",
+    ),
 )

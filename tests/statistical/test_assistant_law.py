@@ -1,4 +1,4 @@
-"""The joint distribution of LLM.generate where an assistant of Gemma 4 drafts."""
+"""The joint distribution of LLM.generate where an assistant of Gemma 4 drafts, or a DSpark head with layers of Gemma 4."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.model import checkpoints
+from tests.model.gemma_heads import save_gemma_head
 from tests.model.test_assistants import mended_configurations, save_assistant
 from tests.statistical import planted
 
@@ -17,6 +18,7 @@ from outrider.lab.prove.tiny import save_tiny_llama
 from outrider.propose.assistant import AssistantProposer
 
 ASSISTANT = {"method": "gemma4_assistant", "model": HEADS, "num_draft_tokens": 2}
+DSPARK = {"method": "dspark", "model": HEADS, "num_draft_tokens": 2, "min_confidence": 0.0}
 SETTINGS = {
     setting.name: setting
     for setting in (
@@ -24,6 +26,9 @@ SETTINGS = {
         *in_ways("assistant", ASSISTANT, "tree, recursive rejection | best-first tree"),
         Setting("assistant, two samples", one(ASSISTANT), {"n": 2, "max_tokens": 3, "top_k": 2}),
         Setting("assistant behind a lookup", ASSISTANT, {"max_tokens": 4}, turns=behind(one(LOOKUP), ASSISTANT)),
+        *in_ways("head", DSPARK, "block | token | seeded | tree, traversal"),
+        Setting("head, by its chances", DSPARK | {"min_confidence": 0.2}),
+        Setting("head behind a lookup", DSPARK, {"max_tokens": 4}, turns=behind(one(LOOKUP), DSPARK)),
     )
 }
 
@@ -37,7 +42,8 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
     target = checkpoints.save("gemma4_text", folder / "target", seed=3, **fields, bos_token_id=None)
     with mended_configurations():
         head = save_assistant(folder / "assistant", target)
-    heads = {"gemma4_assistant": head}
+    own = save_gemma_head(folder / "head", target, scale=0.7, block_size=3)
+    heads = {"gemma4_assistant": head, "dspark": own}
     yield EngineProof(target, save_tiny_llama(folder / "draft", 2), heads=heads)
     torch.set_num_threads(threads)
 
@@ -49,7 +55,7 @@ def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     stats = proof.llm.stats.finished
     assert stats.num_draft_tokens > stats.num_accepted_tokens > 0, "otherwise the proof would say nothing about drafts"
     assert stats.num_proposer_faults == 0
-    assert stats.drafted_by_method["gemma4_assistant"] > 0
+    assert stats.drafted_by_method["dspark" if name.startswith("head") else "gemma4_assistant"] > 0
 
 
 @pytest.mark.by_change("src/outrider/lab/prove/", "tests/statistical/")  # the prover notices what is planted

@@ -89,21 +89,23 @@ class BlockRunner(HeadRunner[BlockHeadNetwork | ParallelNetwork]):
         return self._markov.begin(block.states)
 
     @torch.inference_mode()
-    def go_on(self, tokens: Sequence[int], rows: Tensor, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def go_on(self, tokens: Sequence[int], rows: Tensor, states: Tensor, *, judged: bool) -> tuple[Tensor, Tensor, Tensor]:
         """What the sequential head says of places behind tokens.
 
         Args:
             tokens: [n] the target's tokens before the places.
             rows: [n, hidden_size] of `DraftedBlock.states` at the places.
             states: [n, width] that it came to before them.
+            judged: Whether the chances are asked for.
 
         Returns:
             The bias of the places' logits [n, draft_vocab_size], the states behind them, and the chances [n] with which
-            their tokens stand: 1 where nothing guesses them.
+            their tokens stand: 1 where nothing guesses them or nobody asks.
         """
         assert self._markov is not None
         step = self._markov(torch.tensor(tokens, device=rows.device), rows, states)
-        chances = rows.new_ones(len(rows)) if self._confidence is None else self._confidence(rows, step.embeddings)
+        guesses = self._confidence if judged else None
+        chances = rows.new_ones(len(rows)) if guesses is None else guesses(rows, step.embeddings)
         return upcast_logits(step.bias), step.states, chances
 
     def _features(self, sized: Sequence[tuple[Block, int]]) -> Tensor:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from outrider.cache.memory import AddedShape
-from outrider.heads.features import Eagle3Network, FeatureHeadConfig, HeadLayer, LayerInput, PublishedNetwork
+from outrider.heads.features import (
+    Eagle3Network,
+    FeatureHeadConfig,
+    HeadAttention,
+    HeadLayer,
+    LayerInput,
+    PublishedNetwork,
+    rotated,
+)
+from outrider.heads.networks import TargetHead
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,60 @@ class BlockLayer(HeadLayer):
 
     def enter(self, left: Tensor) -> LayerInput:
         return LayerInput(self.input_layernorm(left), left)
+
+
+# --- The layers of Gemma 4: norms on both sides of each part, a norm of values, and scores that are not scaled.
+
+
+@dataclass(frozen=True)
+class GemmaShape:
+    """What a head with layers of Gemma 4 has besides the sizes of its layers."""
+
+    values_are_keys: bool  # whether values are what the projection of keys gives
+    logit_cap: float | None  # its own logits stay between -logit_cap and logit_cap by a scaled tanh; None for no bound
+
+
+class GemmaEmbedding(nn.Embedding):
+    """Embeddings, times the square root of their width."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scale = torch.tensor(self.embedding_dim**0.5, dtype=self.weight.dtype, device=self.weight.device)
+        return super().forward(tokens) * scale  # Gemma rounds the scale to the dtype of the weights
+
+
+class GemmaAttention(HeadAttention):
+    """Attention whose values pass a norm without weights, and no rotary positions."""
+
+    def __init__(self, layer: Any, *, values_are_keys: bool) -> None:
+        super().__init__(layer, layer.hidden_size)
+        self.scaling, self._values_are_keys = 1.0, values_are_keys
+        self.v_norm = nn.RMSNorm(layer.head_dim, layer.rms_norm_eps, elementwise_affine=False)
+        if values_are_keys:
+            del self.v_proj
+
+    def keys_and_values(self, rows: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        keys = self.k_proj(rows).unflatten(-1, (-1, self.head_dim))
+        values = keys if self._values_are_keys else self.v_proj(rows).unflatten(-1, (-1, self.head_dim))
+        return rotated(self.k_norm(keys), rotary), self.v_norm(values)
+
+
+class GemmaBlockLayer(BlockLayer):
+    """A decoder layer of Gemma 4."""
+
+    layer_scalar: Tensor
+
+    def __init__(self, layer: Any, shape: GemmaShape) -> None:
+        super().__init__(layer)
+        self.self_attn = GemmaAttention(layer, values_are_keys=shape.values_are_keys)
+        self.pre_feedforward_layernorm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
+        states = residual + self.post_attention_layernorm(self.self_attn.o_proj(attended.flatten(1)))
+        inner = self.mlp(self.pre_feedforward_layernorm(states))
+        left: Tensor = (states + self.post_feedforward_layernorm(inner)) * self.layer_scalar
+        return left
 
 
 # --- DSpark: a place depends on the tokens that were drafted before it, and its chance to stand is guessed.
@@ -135,6 +198,7 @@ class BlockHeadConfig(MaskHeadConfig):
     markov: MarkovShape | None = None  # how a place depends on the tokens before it; None where it does not
     #: What a place's chance to stand is guessed from; None where it is not guessed.
     judge: JudgeInput | None = None
+    gemma: GemmaShape | None = None  # where its layers are those of Gemma 4, and not of Qwen3
 
     @property
     def num_places(self) -> int:
@@ -157,8 +221,12 @@ class BlockHeadNetwork(PublishedNetwork):
 
     def __init__(self, config: BlockHeadConfig, *, own_embedding: bool, own_output: bool) -> None:
         super().__init__(config, own_embedding=own_embedding, own_output=own_output)
-        hidden, eps = config.hidden_size, config.layer.rms_norm_eps
-        self.layers = nn.ModuleList(BlockLayer(config.layer) for _ in config.reaches)
+        hidden, eps, gemma = config.hidden_size, config.layer.rms_norm_eps, config.gemma
+        self.layers = nn.ModuleList(
+            BlockLayer(config.layer) if gemma is None else GemmaBlockLayer(config.layer, gemma) for _ in config.reaches
+        )
+        if gemma is not None and own_embedding:
+            self.embed_tokens = GemmaEmbedding(config.vocab_size, hidden)
         self.fc = nn.Linear(config.num_features * config.target_hidden_size, hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps)
         self.norm = nn.RMSNorm(hidden, eps)
@@ -194,6 +262,12 @@ class BlockHeadNetwork(PublishedNetwork):
     def output_states(self, left: Tensor) -> Tensor:
         normed: Tensor = self.norm(left)
         return normed
+
+    def logits(self, left: Tensor, target_head: TargetHead) -> Tensor:
+        found, gemma = super().logits(left, target_head), self.config.gemma
+        if gemma is None or gemma.logit_cap is None or self.lm_head is None:  # a target caps what it lends by itself
+            return found
+        return torch.tanh(found / gemma.logit_cap) * gemma.logit_cap
 
 
 # --- P-EAGLE: the layer of EAGLE-3, further layers behind it, and a state that stands for the target's.

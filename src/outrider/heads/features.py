@@ -237,12 +237,12 @@ class HeadAttention(nn.Module):
 
     def queries(self, rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """[n, num_heads, head_dim] of rows [n, width] under cosines and sines [n, head_dim]."""
-        return _rotated(self.q_norm(self.q_proj(rows).unflatten(-1, (-1, self.head_dim))), rotary)
+        return rotated(self.q_norm(self.q_proj(rows).unflatten(-1, (-1, self.head_dim))), rotary)
 
     def keys_and_values(self, rows: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[n, num_kv_heads, head_dim] each."""
         keys = self.k_norm(self.k_proj(rows).unflatten(-1, (-1, self.head_dim)))
-        return _rotated(keys, rotary), self.v_proj(rows).unflatten(-1, (-1, self.head_dim))
+        return rotated(keys, rotary), self.v_proj(rows).unflatten(-1, (-1, self.head_dim))
 
 
 class HeadMLP(nn.Module):
@@ -262,8 +262,8 @@ class HeadMLP(nn.Module):
         return out
 
 
-def _rotated(rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rows [n, heads, head_dim] at their positions: dimension i turns with dimension i + head_dim / 2."""
+def rotated(rows: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Returns rows [n, heads, head_dim] at their positions: dimension i turns with dimension i + head_dim / 2."""
     cosines, sines = (table[:, None] for table in rotary)
     first, second = rows.chunk(2, -1)
     return rows * cosines + torch.cat([-second, first], -1) * sines

@@ -48,7 +48,8 @@ class DSpark(BlockMethod):
     """A published DSpark head drafts a whole block of tokens in one pass, and chooses them from left to right.
 
     Attributes:
-        model: Local folder of the head, as DeepSpec or the speculators package publish it; or a GGUF file.
+        model: Local folder of the head, as DeepSpec (with layers of Qwen3 or Gemma 4) or the speculators package publish
+            it; or a GGUF file.
         min_confidence: Where the head guesses the chances of places: no token is drafted at a place whose chance, given the
             tokens before it, is smaller; None to end each chain where a further token is not worth its time. Elsewhere as
             for other methods.
@@ -131,7 +132,7 @@ class BlockProposer(ProposerBesideTarget):
         *before, last = self._unread(growth)
         state = self._head.begin_path(block)[None]
         for place, token in enumerate(before):
-            _, state, _ = self._head.go_on([token], block.states[place : place + 1], state)
+            _, state, _ = self._head.go_on([token], block.states[place : place + 1], state, judged=False)
         return _Path(growth, block, last, len(before), state[0])
 
     def _grow(self, paths: Sequence[_Path], noise: DraftNoise) -> None:
@@ -143,6 +144,7 @@ class BlockProposer(ProposerBesideTarget):
                 [path.token(node) for path, node in rows],
                 torch.stack([path.block.states[path.first + path.depth(node)] for path, node in rows]),
                 torch.stack([path.state_before(node) for path, node in rows]),
+                judged=self.judges or self._least_chance > 0.0,
             )
             logits = bias + torch.stack([path.block.logits[path.depth(node)] for path, node in rows])
             guessed = chances.tolist()
@@ -153,7 +155,7 @@ class BlockProposer(ProposerBesideTarget):
                 path.growth.level.append(node)
             if likely:
                 going = [path.growth for path in alive if path.growth.growing]
-                add_level(going, self._bridge.logits(logits[likely]), noise)
+                add_level(going, self._bridge.logits(logits if len(likely) == len(rows) else logits[likely]), noise)
 
 
 @dataclass

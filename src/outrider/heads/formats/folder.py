@@ -101,7 +101,7 @@ KINDS = ("llama", "qwen3")
 #: transformers' names for layers with a window and without one.
 SLIDING, FULL = "sliding_attention", "full_attention"
 #: Rotary factors that do not change with the length of a text.
-_ROTARY = ("default", "linear", "llama3", "yarn")
+_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _OTHER = "Use another head."
 #: The layers of the target that heads of EAGLE-3 read.
@@ -157,11 +157,7 @@ def read_layers(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
         raise refused(
             folder, "model_type", kind, "its layers are not known", f"Use heads with layers of {', '.join(KINDS)}."
         )
-    fields = {name: value for name, value in mapping.items() if name != "model_type"}
-    try:
-        layer: Any = layer_config(kind, fields)
-    except Exception as error:  # whatever transformers raises for a field that it cannot use
-        raise ModelLoadError(folder, f"{CONFIG} describes no {kind} layer ({error})", _OTHER) from error
+    layer = described(folder, mapping, kind)
     for name in _SIZES:
         size = getattr(layer, name, None)
         if type(size) is not int or size < 1:
@@ -177,6 +173,15 @@ def read_layers(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
     if not knows_activation(layer.hidden_act):
         raise refused(folder, "hidden_act", layer.hidden_act, "no such activation", _OTHER)
     return layer
+
+
+def described(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
+    """Returns transformers' configuration of the layers that a mapping describes, unchecked."""
+    fields = {name: value for name, value in mapping.items() if name != "model_type"}
+    try:
+        return layer_config(kind, fields)
+    except Exception as error:  # whatever transformers raises for a field that it cannot use
+        raise ModelLoadError(folder, f"{CONFIG} describes no {kind} layer ({error})", _OTHER) from error
 
 
 def read_layer_ids(folder: str, ids: Any, field: str = AUX_LAYERS, least: int = 0) -> tuple[int, ...]:

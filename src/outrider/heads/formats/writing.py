@@ -51,6 +51,9 @@ def write_head(folder: Path, head: PublishedHead, form: str) -> None:
         others = [each.family for each in FORMATS if each.method == method]
         remedy = f"Such heads are written in the format of {' or '.join(others)}."
         raise UnsupportedModelError(head.folder, f"the format of {form} has no heads of {method}", remedy)
+    if getattr(head.config, "gemma", None) is not None:
+        problem = f"the format of {form} has no layers of Gemma 4"
+        raise UnsupportedModelError(head.folder, problem, "Use the head as it was published.")
     mapping = found.write(head.config)
     names = found.published(head.config)
     tensors = {renamed(name, names): weight for name, weight in head.network.state_dict().items()}
