@@ -33,6 +33,7 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfm
 X86_SETS = {
     "generic": [],
     "avx2": ["-mavx2", "-mfma"],
+    "avx2vnni": ["-mavx2", "-mfma", "-mavxvnni"],
     "avx512": AVX512,
     "avx512bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
 }

@@ -16,7 +16,9 @@ from outrider.errors import KernelMismatchError
 _I64, _F64, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 #: The names of the instruction sets, the best one last, and the bytes of their vectors.
-INSTRUCTION_SETS = {"generic": 16, "avx2": 32, "avx512": 64, "avx512bf16": 64, "neon": 16, "neondot": 16, "neonbf16": 16}
+INSTRUCTION_SETS = {
+    "generic": 16, "avx2": 32, "avx2vnni": 32, "avx512": 64, "avx512bf16": 64, "neon": 16, "neondot": 16, "neonbf16": 16,
+}  # fmt: skip
 #: Those whose processors multiply pairs of bf16.
 _OF_PAIRS = ("avx512bf16", "neonbf16")
 #: The dtypes that kernels compute in, by their names in C.

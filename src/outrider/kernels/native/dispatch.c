@@ -25,7 +25,7 @@ enum { FMA = 1u << 12, OSXSAVE = 1u << 27 };                                    
 enum { AVX2 = 1u << 5, AVX512F = 1u << 16, AVX512DQ = 1u << 17, AVX512BW = 1u << 30 }; /* leaf 7, EBX */
 #define AVX512VL (1u << 31)
 enum { AVX512VNNI = 1u << 11 }; /* leaf 7, ECX */
-enum { AVX512BF16 = 1u << 5 }; /* leaf 7 part 1, EAX */
+enum { AVXVNNI = 1u << 4, AVX512BF16 = 1u << 5 }; /* leaf 7 part 1, EAX */
 enum { AVX512FP16 = 1u << 23 }; /* leaf 7, EDX */
 enum { GENU = 0x756e6547 };     /* leaf 0, EBX, of GenuineIntel */
 enum { SAVES_YMM = 0x06, SAVES_ZMM = 0xe6 };
@@ -51,7 +51,8 @@ static int has_dots(void) { return 0; }
 static int has_bf16(void) { return 0; }
 #endif
 
-enum { RUNS_GENERIC = 1, RUNS_AVX2 = 2, RUNS_AVX512 = 4, RUNS_AVX512BF16 = 8, RUNS_NEON = 16, RUNS_NEONDOT = 32, RUNS_NEONBF16 = 64 };
+enum { RUNS_GENERIC = 1, RUNS_AVX2 = 2, RUNS_AVX2VNNI = 4, RUNS_AVX512 = 8, RUNS_AVX512BF16 = 16 };
+enum { RUNS_NEON = 32, RUNS_NEONDOT = 64, RUNS_NEONBF16 = 128 };
 
 /* The instruction sets that this processor runs, one bit each. Every processor runs the generic kernels, every ARM of 64 bits those
  * for NEON; those for AVX2 need FMA, too. */
@@ -62,6 +63,7 @@ int64_t outrider_instruction_sets(void) {
     const unsigned wide = AVX512F | AVX512DQ | AVX512BW | AVX512VL;
     const unsigned saved = basic & OSXSAVE ? saved_registers() : 0;
     if ((basic & FMA) && (vectors & AVX2) && (saved & SAVES_YMM) == SAVES_YMM) sets |= RUNS_AVX2;
+    if ((sets & RUNS_AVX2) && (feature_words(7, 1, EAX) & AVXVNNI)) sets |= RUNS_AVX2VNNI;
     if ((sets & RUNS_AVX2) && (vectors & wide) == wide && (saved & SAVES_ZMM) == SAVES_ZMM) sets |= RUNS_AVX512;
     if ((sets & RUNS_AVX512) && (feature_words(7, 0, ECX) & AVX512VNNI) && (feature_words(7, 1, EAX) & AVX512BF16))
         sets |= RUNS_AVX512BF16; /* Every processor that multiplies pairs of bf16 multiplies quads of bytes, too. */
@@ -89,6 +91,7 @@ const constant *outrider_constants(void) {
     static const constant list[] = {
         {"instruction set generic", RUNS_GENERIC},
         {"instruction set avx2", RUNS_AVX2},
+        {"instruction set avx2vnni", RUNS_AVX2VNNI},
         {"instruction set avx512", RUNS_AVX512},
         {"instruction set avx512bf16", RUNS_AVX512BF16},
         {"instruction set neon", RUNS_NEON},

@@ -31,7 +31,12 @@
 #define VECTOR_BYTES 64
 #define TILE_ROWS 12 /* The accumulators of so many rows fit in the registers beside a panel of weights. */
 #elif defined(__AVX2__)
+#if defined(__AVXVNNI__)
+#define ISA avx2vnni
+#define QUAD_DOTS 1
+#else
 #define ISA avx2
+#endif
 #define VECTOR_BYTES 32
 #define TILE_ROWS 6
 #elif defined(__aarch64__)
@@ -404,7 +409,11 @@ INLINE int_lanes add_quads(int_lanes sum, int_lanes weights, const int is_signed
     memcpy(&values, quad, sizeof values);
 #if QUAD_DOTS
     if (is_signed) weights ^= (int_lanes){0} + (int32_t)0x80808080;
+#if defined(__AVX512F__)
     return (int_lanes)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(values));
+#else
+    return (int_lanes)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, _mm256_set1_epi32(values));
+#endif
 #elif defined(__AVX512F__)
     /* Products of a pair of bytes fit 16 bits where one of them is at most 128 in size, as here. */
     const __m512i ones = _mm512_set1_epi16(1);
