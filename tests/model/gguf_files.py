@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outrider.kernels.gguf_blocks import GGUF_TYPES
 from outrider.lab.convert.gguf import frequency_factors, is_matrix
-from outrider.lab.convert.gguf_families import FileTensor
-from tests.model.gguf_families import family_of
+from outrider.lab.convert.gguf_families import family_of
+from outrider.lab.convert.gguf_family import FileTensor
 
 #: The types that the gguf package can round to. Blocks of others are drawn.
 ROUNDED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -76,6 +76,7 @@ class Written:
         config, state = model.config, model.state_dict()
         self.path, self.model, self.values = path, model, {}
         family = family_of(config)
+        assert family is not None
         name = family.architecture
         writer = gguf.GGUFWriter(path, name)
         family.describe(writer, config)
