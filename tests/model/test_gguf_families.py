@@ -77,6 +77,15 @@ def test_blocks_have_the_logits_of_what_they_stand_for(tmp_path: Path, family: s
     assert (rows.engine.runner.backend.name == "fused") is (stock in checkpoints.DESCRIBED_TYPES)
 
 
+def test_matrices_that_llama_cpp_leaves_are_not_rounded(tmp_path: Path) -> None:
+    source = folder("gemma3n_text", tmp_path / "source")
+    types = {
+        name: tensor.type for name, tensor in read_gguf(write_gguf(source, tmp_path / "m.gguf", "int8")).tensors.items()
+    }
+    assert types["blk.0.attn_q.weight"] == "Q8_0"
+    assert {types[name] for name in types if "altup" in name or "laurel" in name} == {"F32"}
+
+
 def test_prediction_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A file counts them among its blocks."""
     source = folder("qwen3_5_text", tmp_path / "source")

@@ -79,14 +79,14 @@ def write_gguf(
 
 
 def _write_tensors(
-    writer: Any, tensors: Iterable[tuple[FileTensor, Tensor]], store: Callable[[Any], tuple[Any, Any]]
+    writer: Any, tensors: Iterable[tuple[FileTensor, Tensor]], store: Callable[[str, Any], tuple[Any, Any]]
 ) -> None:
     import gguf
 
     for name, parts in groupby(tensors, lambda each: each[0].name):  # several of a folder may be stacked in one
         each = [np.ascontiguousarray(tensor.rows(weight)) for tensor, weight in parts]
         rows = each[0] if len(each) == 1 else np.stack(each)
-        stored, kind = store(rows) if is_matrix(name) else (rows, gguf.GGMLQuantizationType.F32)
+        stored, kind = store(name, rows) if is_matrix(name) else (rows, gguf.GGMLQuantizationType.F32)
         writer.add_tensor(name, stored, raw_dtype=kind)
 
 
@@ -103,14 +103,20 @@ def is_matrix(name: str) -> bool:
     return not name.endswith(_KEPT) and not any(part in name for part in parts)
 
 
-def _storing(checkpoint: str, dtype: str) -> Callable[[Any], tuple[Any, Any]]:
-    """A function that stores a matrix of float32 as `dtype`."""
+#: What llama.cpp's quantiser leaves as it is.
+NOT_ROUNDED = ("altup", "laurel")
+
+
+def _storing(checkpoint: str, dtype: str) -> Callable[[str, Any], tuple[Any, Any]]:
+    """A function that stores a matrix of float32 by its name as `dtype`."""
     import gguf
 
     kind = gguf.GGMLQuantizationType[STORED_AS[dtype]]
     block = gguf.GGML_QUANT_SIZES[kind][0]
 
-    def store(rows: Any) -> tuple[Any, Any]:
+    def store(name: str, rows: Any) -> tuple[Any, Any]:
+        if block > 1 and any(part in name for part in NOT_ROUNDED):
+            return rows, gguf.GGMLQuantizationType.F32
         if rows.shape[-1] % block:
             problem = f"rows of {rows.shape[-1]} weights do not divide into blocks of {block}"
             raise UnsupportedModelError(checkpoint, problem, "Store it as float32 or bfloat16.")
