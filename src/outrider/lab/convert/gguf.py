@@ -210,6 +210,8 @@ _NO_MATTER = re.compile(
 )
 #: Rotary positions where nothing else is said of them.
 _USUAL_ROPE = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "partial_rotary_factor": 1.0}
+#: What a configuration with long texts may say twice, or leave to be calculated.
+_OF_LONG_ROPE = {"attention_factor", "factor", "type", "original_max_position_embeddings"}
 _WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers")
 
 
@@ -253,8 +255,10 @@ def _meant(name: str, value: Any) -> Any:
     if "rope_type" not in value:
         return {kind: _meant(name, own) for kind, own in value.items()}
     kind = value["rope_type"]
-    left_out = {"llama3": set(value) - {"rope_theta"}, "longrope": {"attention_factor", "factor"}}.get(kind, set())
-    found = {key: own for key, own in value.items() if key not in left_out and own not in (None, _USUAL_ROPE.get(key))}
+    left_out = {"llama3": set(value) - {"rope_theta"}, "longrope": _OF_LONG_ROPE}.get(kind, set())
+    told = {key: own for key, own in value.items() if key not in left_out and own not in (None, _USUAL_ROPE.get(key))}
+    # Factors are tensors of a file, which have 32 bits.
+    found = {key: np.array(own, np.float32).tolist() if isinstance(own, list) else own for key, own in told.items()}
     return found | ({"rope_type": "default"} if kind == "llama3" else {})
 
 
