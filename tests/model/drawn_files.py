@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from outrider.lab.convert.gguf import is_matrix
-from outrider.lab.convert.gguf_families import FAMILIES
+from outrider.lab.convert.gguf_families import family_of
 from outrider.lab.convert.gguf_vocabulary import placeholders
 from tests.model.gguf_files import blocks
 
@@ -50,7 +50,8 @@ def write_drawn(path: Path, config: Any, kind: Callable[[str], str], seed: int =
 
     with torch.device("meta"):
         state = AutoModelForCausalLM.from_config(config).state_dict()
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
+    assert family is not None
     writer = gguf.GGUFWriter(path, family.architecture)
     family.describe(writer, config)
     placeholders()(writer, config.vocab_size)
@@ -64,10 +65,17 @@ def write_drawn(path: Path, config: Any, kind: Callable[[str], str], seed: int =
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for turn, (name, shape, each) in enumerate(tensors):
-        drawn = blocks(each, int(np.prod(shape[:-1])), shape[-1], seed + turn) if is_matrix(name) else None
-        writer.write_tensor_data(np.ones(shape, np.float32) if drawn is None else drawn)
+        drawn = blocks(each, int(np.prod(shape[:-1])), shape[-1], seed + turn) if is_matrix(name) else _floats(name, shape)
+        writer.write_tensor_data(drawn)
     writer.close()
     return path.stat().st_size
+
+
+def _floats(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """What is in no blocks: routers that choose, rates below 0, and otherwise ones."""
+    if ".ffn_gate_inp." in name:
+        return np.random.default_rng(len(name)).normal(size=shape).astype(np.float32)
+    return np.full(shape, -1 if name.endswith("ssm_a") else 1, np.float32)
 
 
 def _shape(tensor: Any, state: dict[str, torch.Tensor]) -> tuple[int, ...]:

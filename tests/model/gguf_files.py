@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.gguf_blocks import GGUF_TYPES
-from outrider.lab.convert.gguf import frequency_factors, is_matrix
-from outrider.lab.convert.gguf_families import FileTensor
-from tests.model.gguf_families import family_of
+from outrider.lab.convert.gguf import NOT_ROUNDED, frequency_factors, is_matrix
+from outrider.lab.convert.gguf_families import family_of
+from outrider.lab.convert.gguf_family import FileTensor
 
 #: The types that the gguf package can round to. Blocks of others are drawn.
 ROUNDED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-#: What llama.cpp's quantiser leaves as it is.
-_NOT_ROUNDED = ("altup", "laurel")
 Kinds = tuple[str, ...] | Callable[[int, str], str]
 
 
@@ -76,6 +74,7 @@ class Written:
         config, state = model.config, model.state_dict()
         self.path, self.model, self.values = path, model, {}
         family = family_of(config)
+        assert family is not None
         name = family.architecture
         writer = gguf.GGUFWriter(path, name)
         family.describe(writer, config)
@@ -97,7 +96,7 @@ class Written:
                 stacks.setdefault(tensor.name, []).append((tensor, weight))
         for turn, (stacked, parts) in enumerate(stacks.items()):
             kind = _kind(kinds, turn, stacked) if is_matrix(stacked) else "F32"
-            kept = any(name in stacked for name in _NOT_ROUNDED) and kind not in ("F16", "BF16")
+            kept = any(name in stacked for name in NOT_ROUNDED) and kind not in ("F16", "BF16")
             self._add(writer, parts, "F32" if kept else kind, turn)
         for extra, shape in (more or {}).items():
             writer.add_tensor(extra, np.zeros(shape, np.float32))

@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams
 from outrider.errors import OutriderError
+from outrider.lab.convert.gguf import write_gguf
+from outrider.lab.convert.gguf_families import FAMILIES
 from outrider.loading.gguf.header import read_gguf
 from tests.model import checkpoints
 from tests.model.core import core
-from tests.model.gguf_families import SHAPES, WRITTEN, save
+from tests.model.gguf_families import SHAPES, save
 from tests.model.gguf_files import Written
 
 pytest.importorskip("gguf")
@@ -48,8 +50,7 @@ def kinds(turn: int, name: str) -> str:
 @families
 def test_a_file_of_floats_has_the_bits_of_its_folder(tmp_path: Path, family: str) -> None:
     source = folder(family, tmp_path / "source")
-    file = Written(source, tmp_path / "m.gguf", ("F32",))
-    assert told(str(file.path)) == told(source, dtype="float32")
+    assert told(write_gguf(source, tmp_path / "m.gguf")) == told(source, dtype="float32")
 
 
 @families
@@ -74,6 +75,15 @@ def test_blocks_have_the_logits_of_what_they_stand_for(tmp_path: Path, family: s
     assert texts[0] == texts[1]
     stock = file.model.config.model_type
     assert (rows.engine.runner.backend.name == "fused") is (stock in checkpoints.DESCRIBED_TYPES)
+
+
+def test_matrices_that_llama_cpp_leaves_are_not_rounded(tmp_path: Path) -> None:
+    source = folder("gemma3n_text", tmp_path / "source")
+    types = {
+        name: tensor.type for name, tensor in read_gguf(write_gguf(source, tmp_path / "m.gguf", "int8")).tensors.items()
+    }
+    assert types["blk.0.attn_q.weight"] == "Q8_0"
+    assert {types[name] for name in types if "altup" in name or "laurel" in name} == {"F32"}
 
 
 def test_prediction_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +115,7 @@ def test_deepseek_may_unfold_with_one_tensor_and_compress_no_queries(
 ) -> None:
     """As older files do, which say the width of heads instead, and as small models are."""
     source = folder("deepseek_v2", tmp_path / "source", q_lora_rank=None)
-    monkeypatch.setitem(WRITTEN, "deepseek_v2", replace(WRITTEN["deepseek_v2"], parts=lambda config: {}))
+    monkeypatch.setitem(FAMILIES, "deepseek_v2", replace(FAMILIES["deepseek_v2"], parts=lambda config: {}))
     widths = {"attention.key_length": 96, "attention.value_length": 128, "attention.head_count_kv": 4}
     file = Written(source, tmp_path / "m.gguf", ("F32",), without=("key_length_mla", "value_length_mla"), **widths)
     assert "blk.0.attn_kv_b.weight" in read_gguf(str(file.path)).tensors
@@ -167,3 +177,17 @@ def test_rates_that_cannot_be_are_refused(tmp_path: Path) -> None:
     stock.save_pretrained(source)
     with pytest.raises(OutriderError, match=r"blk\.0\.ssm_a holds numbers that cannot be"):
         LLM(str(Written(source, tmp_path / "m.gguf", ("F32",)).path))
+
+
+@pytest.mark.parametrize("name", ["t5", "bailingmoe2", "step35"])
+def test_architectures_that_are_not_read_are_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", name)
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(OutriderError, match=f"its architecture is {name}, and (files whose|transformers has no)"):
+        LLM(str(tmp_path / "m.gguf"))

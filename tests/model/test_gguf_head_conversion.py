@@ -110,7 +110,7 @@ def test_layers_that_go_by_the_target_are_named(tmp_path: Path) -> None:
         ({**HEADS["all tokens"], "layout": "speculators", "norm_output": True}, "norm_output"),
         (EAGLES["layers"], "2 layers of the target"),
         ({**HEADS["some tokens"], "own_embedding": True}, "token_embd.weight is of float64"),
-        ({**HEADS["scaled"], "sizes": {"hidden_act": "gelu"}}, "the activation gelu"),
+        ({**HEADS["scaled"], "sizes": {"hidden_act": "gelu"}}, "its hidden_act is 'gelu'"),
         ({"layout": "safeailab1"}, "no heads of eagle1"),
     ],
 )

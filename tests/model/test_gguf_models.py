@@ -14,7 +14,8 @@ from outrider.config import ModelConfig
 from outrider.errors import InvalidParameterError, OutriderError, UnsupportedModelError
 from outrider.kernels.library import kernel_library
 from outrider.kernels.weights import ExpertStack, stored_weight
-from outrider.lab.convert.gguf_families import FileFamily, rotated
+from outrider.lab.convert.gguf_families import FAMILIES
+from outrider.lab.convert.gguf_family import FileFamily, rotated
 from outrider.lab.train.distill import existing, pruned
 from outrider.lab.train.target import FrozenTarget
 from outrider.loading.configuration import read_context, read_needs
@@ -22,7 +23,6 @@ from outrider.loading.gguf.header import read_gguf
 from outrider.loading.loader import load_model
 from tests.model import checkpoints
 from tests.model.core import core
-from tests.model.gguf_families import WRITTEN
 from tests.model.gguf_files import Kinds, Written, is_matrix
 
 pytest.importorskip("gguf")
@@ -253,7 +253,7 @@ def test_factors_of_frequencies_are_those_of_llama_3(tmp_path: Path) -> None:
 
 def test_files_of_mistral_may_be_called_mistral3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they say no temperature of attention, they are those of Mistral, without a window."""
-    monkeypatch.setitem(WRITTEN, "mistral", FileFamily("mistral3", parts=rotated))
+    monkeypatch.setitem(FAMILIES, "mistral", FileFamily("mistral3", parts=rotated))
     source = checkpoints.save("mistral", tmp_path / "source", sliding_window=None)
     file = Written(source, tmp_path / "m.gguf", ("F32",)).path
     assert read_gguf(str(file)).metadata["general.architecture"] == "mistral3"

@@ -21,12 +21,13 @@ from outrider.cli import options
 from outrider.errors import HeadMismatchError, ModelError, ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.mtp import MtpTensors, name_mtp, read_mtp, read_mtp_config
 from outrider.heads.mtp import MtpLayer, load_mtp_layer
-from outrider.lab.convert.gguf_families import AS_IT_IS, FileTensor
+from outrider.lab.convert.gguf_families import FAMILIES as WRITTEN
+from outrider.lab.convert.gguf_family import AS_IT_IS, FileTensor
 from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_mtp
 from outrider.lab.tune.tuner import candidates
 from tests.model.core import core
-from tests.model.gguf_families import SHAPES, WRITTEN, save
+from tests.model.gguf_families import SHAPES, save
 from tests.model.gguf_files import Kinds, Written
 from tests.model.mtp_reference import MtpReference
 from tests.model.test_feature_heads import BOUND, Watch, faults

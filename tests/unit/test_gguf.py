@@ -11,7 +11,8 @@ import torch
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.lab.convert.gguf import write_gguf
-from outrider.lab.convert.gguf_families import FAMILIES, FileFamily
+from outrider.lab.convert.gguf_families import FAMILIES
+from outrider.lab.convert.gguf_family import FileFamily
 from outrider.lab.peers.base import PeerMode, PeerModels, PeerRequest
 from tests.model import checkpoints
 
@@ -156,19 +157,21 @@ def test_rows_that_do_not_divide_into_blocks_are_refused(llama, tmp_path):
     ("family", "changes", "problem"),
     [
         ("gpt2", {}, "no GGUF is written for gpt2"),
-        ("mistral", {}, "it has a sliding window"),
-        ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}, "experts that do not add up to 1"),
-        ("qwen3_moe", {}, "layers without experts beside others"),
-        ("gemma3", {"tie_word_embeddings": True}, "another order of windows"),
-        ("gemma2", {"query_pre_attn_scalar": 3}, "another scale of its scores"),
-        ("gpt_oss", {"swiglu_limit": 5.0}, "another gate of its experts"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "of the kind dynamic"),
-        ("llama", {"hidden_act": "gelu"}, "the activation gelu"),
+        ("mistral", {}, "its sliding_window is 6, and a reader of its file would take None"),
+        ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}, "its norm_topk_prob is False"),
+        ("qwen3_moe", {}, "no tensor for model.layers.2.mlp.gate_proj"),
+        ("gemma3", {"tie_word_embeddings": True}, "its layer_types is"),
+        ("gemma2", {"query_pre_attn_scalar": 3}, "its query_pre_attn_scalar is 3"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "its swiglu_limit is 5.0, and a reader of its file would take 7.0"),
         (
-            "qwen3",
-            {"rope_parameters": YARN | {"attention_factor": 1.2}},
-            "a scale of its own in YaRN",
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "'dynamic'",
         ),
+        ("llama", {"hidden_act": "gelu"}, "its hidden_act is 'gelu', and a reader of its file would take 'silu'"),
+        ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.2}}, "'attention_factor': 1.2"),
+        ("stablelm", {"qk_layernorm": True}, "files of stablelm have no tensor for"),
+        ("qwen3_5_text", {"layer_types": ["full_attention", *["linear_attention"] * 3]}, "full_attention_interval"),
     ],
     ids=str,
 )

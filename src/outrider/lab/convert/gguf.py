@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.errors import InvalidParameterError, UnsupportedModelError
+from outrider.errors import InvalidParameterError, ModelError, UnsupportedModelError
 from outrider.files import write_whole
 from outrider.heads.features import FeatureHeadConfig, FeatureNorm
 from outrider.heads.formats.folder import renamed
@@ -18,19 +21,12 @@ from outrider.heads.formats.gguf import GGUF_EAGLE3, LAYERS
 from outrider.heads.formats.mtp import carries_mtp, read_mtp, read_mtp_config
 from outrider.heads.formats.published import PublishedHead, read_head
 from outrider.heads.mtp import MtpLayer, load_mtp_layer
-from outrider.lab.convert.gguf_families import (
-    AS_IT_IS,
-    FAMILIES,
-    FileTensor,
-    Paired,
-    attention_interval,
-    head_width,
-    rope_of,
-    whole,
-)
+from outrider.lab.convert.gguf_families import FAMILIES, family_of
+from outrider.lab.convert.gguf_family import AS_IT_IS, FileFamily, FileTensor, Paired, head_width, rope_of, whole
 from outrider.lab.convert.gguf_vocabulary import WriteVocabulary, own_vocabulary, placeholders
 from outrider.loading.exclusive import attempt, exclusive_transformers
-from outrider.loading.gguf.architecture import ARCHITECTURES, PREDICTED
+from outrider.loading.gguf.architecture import read_config
+from outrider.loading.gguf.header import GgufFile, GgufTensor
 from outrider.loading.gguf.rotary import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
 
 #: The types in which weights may be stored, with their names in the gguf package.
@@ -64,10 +60,9 @@ def write_gguf(
         raise InvalidParameterError("dtype", dtype, "not a type of weights in GGUF", f"Use one of {', '.join(STORED_AS)}.")
     with exclusive_transformers():
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
-    check_describable(checkpoint, model.config)
-    family, behind = FAMILIES[model.config.model_type], None
+    family, behind = check_describable(checkpoint, model.config), None
     if parts in ("all", "layers") or layers is not None or (parts is None and _has_layers(checkpoint, model.config)):
-        behind = _BehindModel(layers or checkpoint, model.config)
+        behind = _BehindModel(layers or checkpoint, model.config, family)
     writer = gguf.GGUFWriter(None, family.architecture)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{STORED_AS[dtype]}"])
     family.describe(writer, model.config, 0 if behind is None else behind.num_layers)
@@ -84,14 +79,15 @@ def write_gguf(
 
 
 def _write_tensors(
-    writer: Any, tensors: Iterable[tuple[FileTensor, Tensor]], store: Callable[[Any], tuple[Any, Any]]
+    writer: Any, tensors: Iterable[tuple[FileTensor, Tensor]], store: Callable[[str, Any], tuple[Any, Any]]
 ) -> None:
     import gguf
 
-    for tensor, weight in tensors:
-        rows = np.ascontiguousarray(tensor.rows(weight))
-        stored, kind = store(rows) if is_matrix(tensor.name) else (rows, gguf.GGMLQuantizationType.F32)
-        writer.add_tensor(tensor.name, stored, raw_dtype=kind)
+    for name, parts in groupby(tensors, lambda each: each[0].name):  # several of a folder may be stacked in one
+        each = [np.ascontiguousarray(tensor.rows(weight)) for tensor, weight in parts]
+        rows = each[0] if len(each) == 1 else np.stack(each)
+        stored, kind = store(name, rows) if is_matrix(name) else (rows, gguf.GGMLQuantizationType.F32)
+        writer.add_tensor(name, stored, raw_dtype=kind)
 
 
 #: Tensors of two dimensions that stay float32, beside norms, biases, sinks and routers.
@@ -107,14 +103,20 @@ def is_matrix(name: str) -> bool:
     return not name.endswith(_KEPT) and not any(part in name for part in parts)
 
 
-def _storing(checkpoint: str, dtype: str) -> Callable[[Any], tuple[Any, Any]]:
-    """A function that stores a matrix of float32 as `dtype`."""
+#: What llama.cpp's quantiser leaves as it is.
+NOT_ROUNDED = ("altup", "laurel")
+
+
+def _storing(checkpoint: str, dtype: str) -> Callable[[str, Any], tuple[Any, Any]]:
+    """A function that stores a matrix of float32 by its name as `dtype`."""
     import gguf
 
     kind = gguf.GGMLQuantizationType[STORED_AS[dtype]]
     block = gguf.GGML_QUANT_SIZES[kind][0]
 
-    def store(rows: Any) -> tuple[Any, Any]:
+    def store(name: str, rows: Any) -> tuple[Any, Any]:
+        if block > 1 and any(part in name for part in NOT_ROUNDED):
+            return rows, gguf.GGMLQuantizationType.F32
         if rows.shape[-1] % block:
             problem = f"rows of {rows.shape[-1]} weights do not divide into blocks of {block}"
             raise UnsupportedModelError(checkpoint, problem, "Store it as float32 or bfloat16.")
@@ -126,6 +128,8 @@ def _storing(checkpoint: str, dtype: str) -> Callable[[Any], tuple[Any, Any]]:
 # --- Layers that predict several tokens, behind those of the model; `loading/gguf/prediction.py` reads them.
 
 
+#: The families whose files have them.
+_WITH_LAYERS = ("qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe")
 #: llama.cpp's names of what such a layer has beside its decoder layer.
 _BESIDE = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head_norm"}
 
@@ -133,10 +137,10 @@ _BESIDE = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "
 class _BehindModel:
     """The layers of a folder, as a file has them behind those of a model with this configuration."""
 
-    def __init__(self, folder: str, config: Any) -> None:
-        self._family = FAMILIES[config.model_type]
-        if not _takes_layers(config):
-            problem = f"files of {self._family.architecture} have no layers that predict several tokens"
+    def __init__(self, folder: str, config: Any, family: FileFamily) -> None:
+        self._family = family
+        if config.model_type not in _WITH_LAYERS:
+            problem = f"files of {family.architecture} have no layers that predict several tokens"
             raise UnsupportedModelError(folder, problem, "Write the model without them, and draft from their folder.")
         self._folder, self._config = folder, config
         self._told = read_mtp_config(folder, config)
@@ -173,11 +177,7 @@ class _BehindModel:
 
 def _has_layers(checkpoint: str, config: Any) -> bool:
     """Tells whether a checkpoint carries such layers, and whether files of its family have some."""
-    return _takes_layers(config) and carries_mtp(checkpoint, config)
-
-
-def _takes_layers(config: Any) -> bool:
-    return PREDICTED in ARCHITECTURES[FAMILIES[config.model_type].architecture].knows
+    return config.model_type in _WITH_LAYERS and carries_mtp(checkpoint, config)
 
 
 # --- Puts a GGUF file in place when it is whole.
@@ -200,41 +200,84 @@ def write_file(writer: Any, path: Path) -> None:
 # --- The models that a GGUF file cannot describe, and those whose rotary frequencies have factors.
 
 
-#: The activation that llama.cpp takes, by model type; "silu" elsewhere.
-_ACTIVATIONS = {"gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh"}
-#: The kinds of rotary positions that a file describes, by model type; "default" elsewhere.
-_ROPES = {"llama": ("default", "linear", "yarn", "llama3"), "phi3": ("default", "longrope"), "gpt_oss": ("default", "yarn")}
-_ROPES |= dict.fromkeys(("qwen2", "qwen3", "qwen3_moe", "gemma3_text"), ("default", "linear", "yarn"))
-_ROPES |= {"ministral3": ("yarn",), "deepseek_v3": ("default", "yarn")}
+_NOT_WRITTEN = "No GGUF is written for such a model."
+#: What a configuration says and no text shows: of training, of how passes are cut, and what tensors or other values say.
+_NO_MATTER = re.compile(
+    r"token_id|dropout|pdrop|initializer|chunk_size$|^(use_cache|output_router_logits|router_aux_loss_coef|router_jitter_noise"
+    r"|pretraining_tp|num_logits_to_keep|use_mamba_kernels|mamba_ssm_cache_dtype|moe_shared_expert_overlap|num_mtp_layers"
+    r"|num_nextn_predict_layers|mtp_layers_block_type|rescale_prenorm_residual|tie_word_embeddings|time_step_(floor|max|rank)"
+    r"|sliding_window_pattern|no_rope_layer_interval|full_attn_idxs|moe_layers|vocab_size_per_layer_input)$"
+)
+#: Rotary positions where nothing else is said of them.
+_USUAL_ROPE = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "partial_rotary_factor": 1.0}
+#: What a configuration with long texts may say twice, or leave to be calculated.
+_OF_LONG_ROPE = {"attention_factor", "factor", "type", "original_max_position_embeddings"}
+_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers")
 
 
-def check_describable(checkpoint: str, config: Any) -> None:
-    """Refuse a model that llama.cpp would compute in another way, or would not load."""
-    kind = config.model_type
-    if kind not in FAMILIES:
-        problem = f"no GGUF is written for {kind}"
+def check_describable(checkpoint: str, config: Any) -> FileFamily:
+    """The family of a model. Raises UnsupportedModelError where a reader would make another model of what a file says."""
+    from transformers import PreTrainedConfig
+
+    family = family_of(config)
+    if family is None:
+        problem = f"no GGUF is written for {config.model_type}"
         raise UnsupportedModelError(checkpoint, problem, f"Use one of {', '.join(FAMILIES)}.")
-    rope, window = rope_of(config), getattr(config, "sliding_window", None)
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
-    wanted = _ACTIVATIONS.get(kind, "silu")
-    special = {
-        f"rotary positions of the kind {rope['rope_type']}": rope["rope_type"] not in _ROPES.get(kind, ("default",)),
-        f"the activation {activation}": activation != wanted,
-        "a scale of its own in YaRN": rope["rope_type"] == "yarn" and not _is_usual_yarn(kind, rope),
-        "a sliding window": kind in ("mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe")
-        and window is not None
-        and _is_used(config),
-        "another order of windows": _windows(config) not in (None, getattr(config, "layer_types", None)),
-        "another scale of its scores": getattr(config, "query_pre_attn_scalar", None) not in (None, _score_scale(config)),
-        "weights of experts that do not add up to 1": not getattr(config, "norm_topk_prob", True),
-        "layers without experts beside others": bool(getattr(config, "mlp_only_layers", None))
-        or getattr(config, "decoder_sparse_step", 1) != 1,
-        "another order of its layers": kind.startswith("qwen3_5") and not attention_interval(config),
-        "biases of its attention": kind == "deepseek_v3" and config.attention_bias,
-        "another gate of its experts": kind == "gpt_oss" and (config.swiglu_alpha, config.swiglu_limit) != (1.702, 7.0),
-    }
-    for name in (name for name, found in special.items() if found):
-        raise UnsupportedModelError(checkpoint, f"it has {name}", "No GGUF is written for such a model.")
+    try:
+        found = read_config(_header(checkpoint, config, family))
+    except ModelError as error:
+        raise UnsupportedModelError(checkpoint, f"a file cannot describe it: {error.problem}", _NOT_WRITTEN) from error
+    told = (config.to_dict(), found.to_dict())
+    unread = {*family.unread(config), *(() if _has_window(config) else _WINDOW)}
+    for field in fields(type(config)):
+        name = field.name
+        if _NO_MATTER.search(name) or name in unread or name in PreTrainedConfig.__dataclass_fields__:
+            continue
+        usual = None if name in _WINDOW else field.default  # what a configuration of another kind does not say
+        ours, theirs = (_meant(name, one.get(name, usual)) for one in told)
+        if ours != theirs and (ours or theirs):
+            problem = f"its {name} is {ours!r}, and a reader of its file would take {theirs!r}"
+            raise UnsupportedModelError(checkpoint, problem, _NOT_WRITTEN)
+    return family
+
+
+def _has_window(config: Any) -> bool:
+    """Tells if a layer has a window that is shorter than the context."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    some = kinds is None or "sliding_attention" in kinds
+    return bool(window) and some and window < config.max_position_embeddings
+
+
+def _meant(name: str, value: Any) -> Any:
+    """A value without what stands beside it in tensors, or is usual."""
+    if not isinstance(value, dict) or "rope" not in name:
+        return list(value) if isinstance(value, tuple) else value
+    if "rope_type" not in value:
+        return {kind: _meant(name, own) for kind, own in value.items()}
+    kind = value["rope_type"]
+    left_out = {"llama3": set(value) - {"rope_theta"}, "longrope": _OF_LONG_ROPE}.get(kind, set())
+    told = {key: own for key, own in value.items() if key not in left_out and own not in (None, _USUAL_ROPE.get(key))}
+    # Factors are tensors of a file, which have 32 bits.
+    found = {key: np.array(own, np.float32).tolist() if isinstance(own, list) else own for key, own in told.items()}
+    return found | ({"rope_type": "default"} if kind == "llama3" else {})
+
+
+def _header(checkpoint: str, config: Any, family: FileFamily) -> GgufFile:
+    """The file of a model, whose tensors have no numbers, but for factors of rotary frequencies."""
+    import gguf
+    from transformers import AutoModelForCausalLM
+
+    writer = gguf.GGUFWriter(None, family.architecture)
+    family.describe(writer, config)
+    for name, factors in frequency_factors(config).items():
+        writer.add_tensor(name, factors)
+    with torch.device("meta"):
+        state = AutoModelForCausalLM.from_config(config).state_dict()
+    own = {each.name: tuple(state[each.stock].shape) for each in family.tensors(config, state)}
+    tensors = {name: GgufTensor(name, shape, "F32", np.empty(0, np.uint8)) for name, shape in own.items()}
+    for name, info in writer.tensors[0].items():
+        tensors[name] = GgufTensor(name, tuple(info.shape), "F32", info.tensor.view(np.uint8))
+    return GgufFile(checkpoint, {key: value.value for key, value in writer.kv_data[0].items()}, tensors)
 
 
 def frequency_factors(config: Any) -> dict[str, np.ndarray]:
@@ -251,41 +294,6 @@ def frequency_factors(config: Any) -> dict[str, np.ndarray]:
     usual = rope["rope_theta"] ** -(np.arange(0, width, 2) / width)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     return {FREQUENCY_FACTORS: (usual / scaled.double().numpy()).astype(np.float32)}
-
-
-def _is_usual_yarn(kind: str, rope: dict[str, Any]) -> bool:
-    """Tells if readers of files know how it scales scores, and rounds the ends of its ramp."""
-    if kind == "deepseek_v3":  # whose files say one scale, and no ends of the ramp
-        ends = (rope.get("beta_fast") or 32.0, rope.get("beta_slow") or 1.0)
-        scale = rope.get("mscale_all_dim")
-        return bool(scale) and rope.get("mscale") == scale and ends == (32.0, 1.0) and not rope.get("attention_factor")
-    names = ["attention_factor"]
-    if kind != "ministral3" or not rope.get("mscale_all_dim") or rope.get("mscale") != 1.0:
-        names += ["mscale", "mscale_all_dim"]
-    scaled = any(rope.get(name) is not None for name in names)
-    return not scaled and rope.get("truncate", True) is (kind != "gpt_oss")
-
-
-def _is_used(config: Any) -> bool:
-    """Tells if its window is shorter than its context, and is used."""
-    return bool(getattr(config, "use_sliding_window", True)) and config.sliding_window < config.max_position_embeddings
-
-
-def _windows(config: Any) -> list[str] | None:
-    """The order of the layers with windows that files mean. None for models without such layers."""
-    every = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}.get(config.model_type)
-    if every is None:
-        return None
-    layers = range(1, config.num_hidden_layers + 1)
-    return ["sliding_attention" if layer % every else "full_attention" for layer in layers]
-
-
-def _score_scale(config: Any) -> int:
-    """The scale of scores that files mean: the width of heads, but in the largest Gemma the hidden size for each head."""
-    largest = {"gemma2": 46, "gemma3_text": 62}.get(config.model_type)
-    if config.num_hidden_layers == largest:
-        return int(config.hidden_size // config.num_attention_heads)
-    return head_width(config)
 
 
 # --- Heads of EAGLE-3 as GGUF files, in the layout of llama.cpp; `heads/formats/gguf.py` reads it.
@@ -312,7 +320,7 @@ def write_gguf_head(
         raise InvalidParameterError("target", None, problem, "Name it.")
     layers = config.aux_layers or config.layers_of(_num_layers(named))
     writer = gguf.GGUFWriter(None, form.method)
-    FAMILIES[config.layer.model_type].describe(writer, config.layer)
+    FAMILIES["llama"].describe(writer, config.layer)
     writer.add_array(f"{form.method}.{LAYERS[0]}", list(layers))
     writer.add_uint32(f"{form.method}.target_hidden_size", config.target_hidden_size)
     writer.add_bool(f"{form.method}.norm_before_residual", config.norm_before_residual)

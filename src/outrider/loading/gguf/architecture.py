@@ -312,10 +312,23 @@ _SPECIAL = {
 }
 
 
+_FOLDER = "Give the folder of the checkpoint, as its authors published it."
+_NOWHERE = "Run this file in llama.cpp, or use a model of another family."
+#: Architectures that llama.cpp knows and that are not read, by their names: why, and what to do.
+_NOT_READ = {
+    **dict.fromkeys(("t5", "t5encoder"), ("files whose encoder reads a text first are not read", _FOLDER)),
+    "bailingmoe2": ("transformers has no models of its kind (Ling and Ring 2.0)", _NOWHERE),
+    "step35": ("transformers has no models of its kind (Step 3.5)", _NOWHERE),
+}
+
+
 def architecture_of(file: GgufFile) -> Architecture:
     """Returns what is known of a file's architecture."""
     values = Values(file)
     name = values.architecture
+    if name in _NOT_READ:
+        why, remedy = _NOT_READ[name]
+        raise UnsupportedModelError(file.path, f"its architecture is {name}, and {why}", remedy)
     if name not in ARCHITECTURES:
         problem = f"its architecture is {name}, and {', '.join(ARCHITECTURES)} are known of GGUF files"
         raise UnsupportedModelError(file.path, problem, ORIGINAL)
