@@ -185,6 +185,19 @@ def test_a_call_that_is_cut_off_is_not_told(client: openai.OpenAI, stream: bool)
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_off_is_none(client: openai.OpenAI, choice: str, stream: bool) -> None:
+    call = json.dumps({"name": "f", "arguments": {"text": "rm -r x/y"}})
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "max_tokens": 400, "temperature": 0}
+    schema = {"type": "object", "properties": {"text": {"const": "rm -r x/y"}}, "required": ["text"]}
+    asked |= {"tools": [tool("f", {**schema, "additionalProperties": False})], "tool_choice": choice, "stop": "/y"}
+    if choice == "auto":
+        asked["extra_body"] = {"guided_choice": [f"<tool_call>{call}</tool_call>"]}
+    found = client.chat.completions.create(**asked, stream=stream)
+    assert (list(found)[-1] if stream else found).choices[0].finish_reason == "stop", "or a client runs a part of it"
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
 def test_arguments_are_told_while_they_are_written(client: openai.OpenAI, choice: str) -> None:
     arguments = {"text": 'a b "c} ' * 20}
     call = json.dumps({"name": "f", "arguments": arguments})

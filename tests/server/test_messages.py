@@ -200,6 +200,15 @@ def test_the_input_of_a_call_is_told_in_parts(server: Server) -> None:
     assert (begun["type"], begun["name"], begun["input"]) == ("tool_use", "say", {})
 
 
+def test_a_call_that_a_stop_sequence_cuts_off_ends_with_it(server: Server) -> None:
+    tool = {"name": "say", "input_schema": {**POINT, "properties": {"x": {"const": "rm -r x/y"}}}}
+    choice = {"type": "tool", "name": "say"}
+    found = events(server, tools=[tool], tool_choice=choice, max_tokens=200, stop_sequences=["/y"])
+    assert [data["delta"] for name, data in found if name == "message_delta"] == [
+        {"stop_reason": "stop_sequence", "stop_sequence": "/y"}
+    ]
+
+
 def test_an_input_that_is_no_json_is_told_in_an_object(client: anthropic.Anthropic) -> None:
     for arguments in ('{"x": 1e999}', '{"x": NaN}', '{"x": tru}'):
         regex = '<tool_call>{"name": "stop", "arguments": ' + arguments + "}</tool_call>"
@@ -273,10 +282,12 @@ def test_what_is_passed_over_is_named(server: Server) -> None:
         assert "x-ignored-fields" not in server.post(path, {**body, **needed}, headers=KEY).headers
     cached[0]["odd field\n"] = 1
     thinking = {"type": "enabled", "budget_tokens": 1024}
-    more = {"metadata": {"user_id": "a"}, "service_tier": "auto", "thinking": thinking, "fallback": 1}
+    more: Any = {"metadata": {"user_id": "a"}, "service_tier": "auto", "thinking": thinking, "fallback": 1}
+    more |= {"output_config": {"task_budget": {"total": 1}}, "tool_choice": {"type": "auto", "oddity": 1}}
     for path, needed in paths.items():
         found = server.post(path, {**body, **more, **needed}, headers=KEY).headers["x-ignored-fields"]
-        assert found == "fallback, messages.content.odd?field?, metadata, service_tier, thinking"
+        names = ("fallback", "messages.content.odd?field?", "metadata", "output_config.task_budget", "service_tier")
+        assert found == ", ".join((*names, "thinking", "tool_choice.oddity"))
     streamed = server.post("/v1/messages", {**body, **more, "stream": True, "max_tokens": 1}, headers=KEY)
     assert streamed.headers["x-ignored-fields"] == found
 
@@ -287,7 +298,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"messages": []}, "messages"),
+        ({"messages": []}, "messages=[]: there is no message"),
         ({"messages": [*USER, {"role": "assistant", "content": "x"}]}, "messages.1.role="),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}, "messages.0.content.1.type="),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text="),

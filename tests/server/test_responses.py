@@ -178,6 +178,15 @@ def test_functions_of_a_namespace_are_called_by_it(client: openai.OpenAI, server
     assert told["choices"][0]["message"]["content"] == again.output_text
 
 
+def test_a_call_that_is_cut_off_is_incomplete(client: openai.OpenAI) -> None:
+    tools = [{**TOOLS[0], "parameters": {**POINT, "properties": {"x": {"const": "rm -r x/y"}}}}]
+    fields: Any = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
+    for more, status in (({"stop": "/y"}, "incomplete"), ({}, "completed")):
+        *_, last = client.responses.create(**asked(**fields, **more, stream=True))
+        assert last.type == "response.completed"
+        assert [item.status for item in last.response.output] == [status]
+
+
 def test_a_text_before_calls_is_an_item_of_its_own(client: openai.OpenAI) -> None:
     called = r'<tool_call>\{"name": "stop", "arguments": \{\}\}</tool_call>'
     response = both(client, tools=TOOLS, max_output_tokens=200, guided_regex=f"ok{called}{called}")
@@ -220,6 +229,10 @@ def test_thoughts_are_an_item_before_the_text(tmp_path_factory: pytest.TempPathF
         assert answer.type == "message"
 
 
+CUT = {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"x": '}
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "x"}
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -241,6 +254,11 @@ def test_thoughts_are_an_item_before_the_text(tmp_path_factory: pytest.TempPathF
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type="),
         ({"tool_choice": "required"}, "tool_choice="),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "no such"}}}}, "text.format="),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema="),
+        ({"text": {"format": {"type": "json_schema", "schema": False}}}, "text.format.schema="),
+        ({"text": {"format": {"type": "json_schema", "schema": {}, "name": 5}}}, "text.format.name="),
+        ({"input": [{"role": "user", "content": "x"}, CUT, OUTPUT]}, "input.1.arguments="),
+        ({"input": [CUT, OUTPUT], "instructions": "x"}, "input.0.arguments="),
         ({"max_output_tokens": 0}, "max_output_tokens="),
         ({"temperature": "hot"}, "temperature="),
     ],
@@ -256,11 +274,17 @@ def test_what_is_passed_over_is_named(server: Server) -> None:
     habits = {"store": False, "metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k"}
     body = {"input": PROMPT, "max_output_tokens": 1, **habits}
     assert "x-ignored-fields" not in server.post("/v1/responses", body).headers
-    more = {"truncation": "auto", "reasoning": {"effort": "low", "summary": "auto"}, "oddity": 1}
+    more: Any = {"truncation": "auto", "reasoning": {"effort": "low", "summary": "auto"}, "oddity": 1}
+    more["text"] = {"odd": 1, "format": {"type": "text", "odd": 1}}
     found = server.post("/v1/responses", {**body, **more})
-    assert found.headers["x-ignored-fields"] == "oddity, reasoning.effort, reasoning.summary, truncation"
+    names = ("oddity", "reasoning.effort", "reasoning.summary", "text.format.odd", "text.odd", "truncation")
+    assert found.headers["x-ignored-fields"] == ", ".join(names)
     assert found.json()["metadata"] == {"a": "b"}
     odd = b'{"input": "x", "max_output_tokens": 1, "metadata": {"a": 1e999}}'
     headers = {"content-type": "application/json"}
     assert httpx.post(f"{server.url}/v1/responses", content=odd, headers=headers).json()["metadata"] is None
+    odd = odd.replace(b'"metadata": ', b'"tools": [{"type": "function", "name": "f", "parameters": ').replace(
+        b"}}", b"}}]}"
+    )
+    assert httpx.post(f"{server.url}/v1/responses", content=odd, headers=headers).json()["tools"] == []
     assert "does not speak" in server.post("/v1/responses/resp_1/cancel", {}).json()["error"]["message"]

@@ -258,7 +258,8 @@ class ChatAnswer(Answer):
             delta["reasoning_content"] = thoughts
         if calls:
             delta["tool_calls"] = calls
-        called = number in self._listeners and self._listeners[number].num_calls > 0
+        listener = self._listeners.get(number)  # a call that a stop string has cut off is nothing to carry out
+        called = listener is not None and listener.num_calls > 0 and not listener.is_in_call
         logprobs = self._scores(piece.logprobs)
         return {"index": number, "delta": delta, "logprobs": logprobs, **_end(piece.output, called=called), **extras}
 

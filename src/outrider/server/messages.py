@@ -202,8 +202,8 @@ def as_chat(asked: CountRequest, template: str) -> ChatRequest:
     """The request for a chat that says the same."""
     if not asked.messages or asked.messages[-1].role == "assistant":
         problem = "the conversation ends with the model's own turn" if asked.messages else "there is no message"
-        where = f"messages.{len(asked.messages) - 1}.role" if asked.messages else "messages"
-        raise UnsupportedParameterError(where, "assistant", problem, "Let it end with a message of the user.")
+        where, value = (f"messages.{len(asked.messages) - 1}.role", "assistant") if asked.messages else ("messages", [])
+        raise UnsupportedParameterError(where, value, problem, "Let it end with a message of the user.")
     extra = asked.model_extra or {}
     fields: dict[str, Any] = {"model": asked.model, "messages": _conversation(asked)}
     fields |= {name: value for name, value in extra.items() if name in _OF_CHATS}
@@ -340,6 +340,9 @@ def _unknown(asked: CountRequest) -> set[str]:
     """The fields that nobody reads, by name."""
     found = {name for name in _extras(asked) if name not in _OF_CHATS}
     found |= {f"tools.{name}" for tool in asked.tools or () for name in _extras(tool)}
+    output = asked.output_config
+    shapes = {"tool_choice": asked.tool_choice, "output_config": output, "output_config.format": output and output.format}
+    found |= {f"{place}.{name}" for place, shape in shapes.items() if shape is not None for name in _extras(shape)}
     contents = [asked.system, *(turn.content for turn in asked.messages)]
     found |= {f"messages.content.{name}" for content in contents for block in _all(content) for name in _extras(block)}
     return found | {f"messages.{name}" for turn in asked.messages for name in _extras(turn)}

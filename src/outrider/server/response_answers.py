@@ -62,7 +62,8 @@ class ResponseAnswer(ChatAnswer):
             self._outcome["speculation"] = chunk["speculation"]
         if chunk["usage"] is None:
             return found
-        found += b"".join(self._close())
+        is_cut = any(listener.is_in_call for listener in self._listeners.values())
+        found += b"".join(self._close(is_cut=is_cut))
         status = self._outcome["status"]
         response = self._response(status, _usage(chunk["usage"]), self._outcome.get("speculation"))
         return found + self._sent(status["status"], response=response)
@@ -123,8 +124,8 @@ class ResponseAnswer(ChatAnswer):
         place = {} if kind.startswith("function") else {"content_index": 0}
         return self._of_item(kind, **place, delta=text, **more)
 
-    def _close(self) -> Iterator[bytes]:
-        """End the item that is being told, if there is one."""
+    def _close(self, *, is_cut: bool = False) -> Iterator[bytes]:
+        """End the item that is being told, if there is one. A call that is cut off is incomplete: nobody is to run it."""
         if self._open is None:
             return
         text, kind = "".join(self._parts), self._open["type"]
@@ -135,7 +136,9 @@ class ResponseAnswer(ChatAnswer):
             yield self._of_item("content_part.done", content_index=0, part=_text_part(text, self._told_scores))
         else:
             yield self._of_item("function_call_arguments.done", arguments=text, name=self._open["name"])
-        over = _done(self._open, text, self._told_scores)
+        over = _done(self._open, text, self._told_scores) | (
+            {"status": "incomplete"} if is_cut and kind == "function_call" else {}
+        )
         yield self._sent("output_item.done", output_index=len(self._output), item=over)
         self._output.append(over)
         self._open = None

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from outrider.config import Refusal
 from outrider.conversations import reads, shown_names
 from outrider.errors import ContradictionError, InvalidParameterError, InvalidPromptError, UnsupportedParameterError
 from outrider.server.schemas import IGNORED, SAME, ChatRequest, Shape, Turn
 from outrider.server.thoughts import thinking_field
+from outrider.server.wire import is_json
 
 # --- Shapes of requests.
 
@@ -133,6 +134,20 @@ class TextFormat(Turn):
     """The form that the text must have."""
 
     type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, alias_generator=lambda name: name.rstrip("_"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_schema(cls, given: object) -> object:
+        if isinstance(given, dict) and given.get("type") == "json_schema" and given.get("schema") is None:
+            remedy = 'Give {"type": "json_schema", "name": ..., "schema": {...}}.'
+            raise InvalidParameterError("schema", None, "a format of the type json_schema has to have it", remedy)
+        return given
 
 
 class TextShape(Turn):
@@ -200,7 +215,8 @@ def as_chat(asked: ResponsesRequest, template: str) -> ChatRequest:
     extra, ignored = asked.model_extra or {}, set[str]()
     fields: dict[str, Any] = {name: value for name, value in extra.items() if name in _OF_CHATS}
     fields |= {name: getattr(asked, name) for name in ("model", "stream", "temperature", "top_p", "parallel_tool_calls")}
-    fields |= {"messages": _conversation(asked), "max_tokens": asked.max_output_tokens}
+    calls: dict[str, str] = {}
+    fields |= {"messages": _conversation(asked, calls), "max_tokens": asked.max_output_tokens}
     fields |= {"stream_options": {"include_usage": True} if asked.stream else None}
     if asked.top_logprobs is not None or "message.output_text.logprobs" in (asked.include or ()):
         fields |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
@@ -208,7 +224,7 @@ def as_chat(asked: ResponsesRequest, template: str) -> ChatRequest:
     ignored |= {name for name, value in extra.items() if value is not None and name not in _OF_CHATS | _HABITS}
     if asked.truncation not in (None, "disabled"):
         ignored.add("truncation")
-    return ChatRequest.said_again(fields, shown_names(ignored), _names(asked))
+    return ChatRequest.said_again(fields, shown_names(ignored), {**_names(asked), **calls})
 
 
 def _names(asked: ResponsesRequest) -> dict[str, str]:
@@ -234,16 +250,20 @@ def full_name(name: Any, namespace: Any) -> Any:
     return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
 
 
-def _conversation(asked: ResponsesRequest) -> list[dict[str, Any]]:
-    """The messages of the chat. What the model thought, said and called before somebody else speaks is one turn."""
+def _conversation(asked: ResponsesRequest, names: dict[str, str]) -> list[dict[str, Any]]:
+    """The messages of the chat. What the model thought, said and called before somebody else speaks is one turn. `names`
+    takes where the arguments of calls stand in the request, by their places in the chat."""
     found: list[dict[str, Any]] = []
     if asked.instructions:
         found.append({"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
         return [*found, {"role": "user", "content": asked.input}]
     called: dict[str, str] = {}  # the names of functions by the ids of calls
-    for item in asked.input:
+    for place, item in enumerate(asked.input):
         _add(found, item, called)
+        if item.type == "function_call":
+            call = f"messages.{len(found) - 1}.tool_calls.{len(found[-1]['tool_calls']) - 1}"
+            names[f"{call}.function.arguments"] = f"input.{place}.arguments"
     if not asked.input or found[-1]["role"] == "assistant":
         problem = "the conversation ends with the model's own turn" if asked.input else "there is no item"
         raise InvalidPromptError(
@@ -311,12 +331,21 @@ def _format(asked: ResponsesRequest, ignored: set[str]) -> dict[str, Any]:
     if asked.text.verbosity is not None:
         ignored.add("text.verbosity")
     given = asked.text.format
+    shapes = {"text": asked.text, "text.format": given}
+    for place, shape in shapes.items():
+        extra = {} if shape is None else shape.model_extra or {}
+        ignored |= {f"{place}.{name}" for name, value in extra.items() if value is not None}
     if given is None or given.type == "text":
         return {}
     if given.type == "json_object":
         return {"response_format": {"type": "json_object"}}
-    inner = {name: value for name, value in (given.model_extra or {}).items() if value is not None}
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", **inner}}}
+    inner = {
+        "name": given.name or "answer",
+        "schema": given.schema_,
+        "description": given.description,
+        "strict": given.strict,
+    }
+    return {"response_format": {"type": "json_schema", "json_schema": inner}}
 
 
 def _thinking(asked: ResponsesRequest, template: str, ignored: set[str]) -> dict[str, Any]:
@@ -341,7 +370,8 @@ def _thinking(asked: ResponsesRequest, template: str, ignored: set[str]) -> dict
 def told_back(asked: ResponsesRequest) -> Iterator[tuple[str, Any]]:
     """The fields of an answer that say again what was asked."""
     extra = asked.model_extra or {}
-    given = None if asked.text is None or asked.text.format is None else asked.text.format.model_dump(exclude_none=True)
+    wish = None if asked.text is None else asked.text.format
+    given = None if wish is None else wish.model_dump(by_alias=True, exclude_none=True)
     effort, summary = (None, None) if asked.reasoning is None else (asked.reasoning.effort, asked.reasoning.summary)
     yield "instructions", asked.instructions
     yield "max_output_tokens", asked.max_output_tokens
@@ -352,5 +382,5 @@ def told_back(asked: ResponsesRequest) -> Iterator[tuple[str, Any]]:
     yield "store", bool(extra.get("store"))
     yield "text", {"format": given or {"type": "text"}}
     yield "tool_choice", "auto" if asked.tool_choice is None else asked.tool_choice
-    yield "tools", [tool.model_dump(exclude_none=True) for tool in asked.tools or ()]
+    yield "tools", list(filter(is_json, (tool.model_dump(exclude_none=True) for tool in asked.tools or ())))
     yield "truncation", "disabled"

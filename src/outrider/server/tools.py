@@ -83,6 +83,7 @@ class ToolListener:
         self._call: list[str] = []  # of one that is not told before it is whole: its name, and its arguments in parts
         self._whole: list[list[str]] = []  # calls that are told when nothing can make them text any more
         self._is_muted = False
+        self.is_in_call = False  # whether what was told ends within a call
         self._is_thinking, self._thoughts = False, ""  # where we are, and what is told next
         self._between: str | None = None  # what stands before the next thought; None where there was none yet
         self._parts: list[dict[str, Any]] = []  # what is told next
@@ -214,13 +215,17 @@ class ToolListener:
         for name, *arguments in self._whole:
             self._tell("begin", name)
             self._tell("arguments", "".join(arguments))
+            self._tell("end", "")
         self._whole = []
 
     def _tell(self, kind: str, text: str) -> None:
         if kind == "begin":
             self._blank = ""
             self._is_muted = self._max_calls is not None and self.num_calls >= self._max_calls
-        if self._is_muted or kind == "end":
+        if self._is_muted:
+            return
+        self.is_in_call = kind != "end"
+        if not self.is_in_call:
             return
         if kind == "begin":
             function = {"name": text, "arguments": ""}
