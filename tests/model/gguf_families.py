@@ -5,9 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.model import checkpoints
+
+#: What groups of experts are called in a file.
+GROUPS = {"expert_group_count": 2, "expert_group_used_count": 1}
+
+
+def as_ling(source: Path, path: Path) -> str:
+    """A file of GLM-4.5 as one of Ling 2.0: queries, keys and values are one tensor, and some names are others."""
+    import gguf
+
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, "bailingmoe2")
+    for field in reader.fields.values():
+        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
+            kinds = (field.types[0], field.types[-1] if len(field.types) > 1 else None)
+            writer.add_key_value(field.name.replace("glm4moe.", "bailingmoe2."), field.contents(), *kinds)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    renamed = {".attn_q.": ".attn_qkv.", ".post_attention_norm.": ".ffn_norm.", ".nextn.shared_head_norm.": ".layer_output_norm."}
+    for name, tensor in tensors.items():
+        if ".attn_k." in name or ".attn_v." in name:
+            continue
+        parts = [tensors[name.replace(".attn_q.", f".attn_{part}.")].data for part in "qkv" if ".attn_q." in name]
+        data = np.concatenate(parts) if parts else tensor.data
+        for theirs, own in renamed.items():
+            name = name.replace(theirs, own)
+        writer.add_tensor(name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
 
 
 def save(family: str, path: Path, **changes: Any) -> str:
