@@ -176,6 +176,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "stablelm": {"qk_layernorm": False, "use_qkv_bias": True},
     "stablelm_beside": {"qk_layernorm": False},
     "lfm2": {"layers": 4, "block_auto_adjust_ff_dim": False},
+    "lfm2:adjusted": {"layers": 4, "intermediate_size": 600, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.1},
     "lfm2_moe": {"layers": 4, "moe_intermediate_size": 256},
     "gemma": {},
     "gemma3n_text": _ALTERNATED,
