@@ -131,12 +131,21 @@ def test_logits_of_ling_are_those_of_llama_cpp(tmp_path: Path, kind: str, most: 
     compare(Path(as_ling(file.path, tmp_path / "ling.gguf")), most)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "deepseek_v3"])
-def test_llama_cpp_reads_what_is_written_of_prediction_layers(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout", "num_layers"),
+    [
+        *((family, "qwen3_next", 1) for family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")),
+        *((family, "deepseek_v3", 1) for family in ("glm4_moe", "deepseek_v3")),
+        ("mimo_v2_flash", "mimo_v2", 3),
+    ],
+)
+def test_llama_cpp_reads_what_is_written_of_prediction_layers(
+    tmp_path: Path, family: str, layout: str, num_layers: int
+) -> None:
     tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     shape = SHAPE | {"vocab_size": len(tokens) + 4, "head_dim": 64} | SHAPES[family]
     source = save(family, tmp_path / "source", **shape)
-    save_random_mtp(Path(source), source, "qwen3_next" if family.startswith("qwen") else "deepseek_v3", 1)
+    save_random_mtp(Path(source), source, layout, num_layers)
     write = vocabulary("gpt-2", tokens, merges)
     path = write_gguf(source, tmp_path / "m.gguf", "float32", lambda writer, size: write(writer), parts="all")
     compare(Path(path), 1e-3)

@@ -122,7 +122,9 @@ def _describe_exaone_experts(writer: Any, config: Any) -> None:
 
 
 def _describe_mimo(writer: Any, config: Any) -> None:
-    windows = [kind == "sliding_attention" for kind in config.layer_types]
+    """Layers that predict several tokens, behind those of the model, look back over a window."""
+    behind = writer.kv_data[0]["mimo2.block_count"].value - config.num_hidden_layers
+    windows = [kind == "sliding_attention" for kind in config.layer_types] + [True] * behind
     writer.add_head_count_kv([config.num_key_value_heads * (2 if window else 1) for window in windows])
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern(windows)
