@@ -24,15 +24,17 @@ def as_ling(source: Path, path: Path) -> str:
             kinds = (field.types[0], field.types[-1] if len(field.types) > 1 else None)
             writer.add_key_value(field.name.replace("glm4moe.", "bailingmoe2."), field.contents(), *kinds)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    renamed = {".attn_q.": ".attn_qkv.", ".post_attention_norm.": ".ffn_norm.", ".nextn.shared_head_norm.": ".layer_output_norm."}
+    renamed = {
+        ".attn_q.": ".attn_qkv.",
+        ".post_attention_norm.": ".ffn_norm.",
+        ".nextn.shared_head_norm.": ".layer_output_norm.",
+    }
     for name, tensor in tensors.items():
         if ".attn_k." in name or ".attn_v." in name:
             continue
         parts = [tensors[name.replace(".attn_q.", f".attn_{part}.")].data for part in "qkv" if ".attn_q." in name]
-        data = np.concatenate(parts) if parts else tensor.data
-        for theirs, own in renamed.items():
-            name = name.replace(theirs, own)
-        writer.add_tensor(name, data, raw_dtype=tensor.tensor_type)
+        own = next((name.replace(theirs, ours) for theirs, ours in renamed.items() if theirs in name), name)
+        writer.add_tensor(own, np.concatenate(parts) if parts else tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -327,7 +327,7 @@ _NOWHERE = "Run this file in llama.cpp, or use a model of another family."
 #: Architectures that llama.cpp knows and that are not read, by their names: why, and what to do.
 _NOT_READ = {
     **dict.fromkeys(("t5", "t5encoder"), ("files whose encoder reads a text first are not read", _FOLDER)),
-    "step35": ("transformers has no models of its kind (Step 3.5)", _NOWHERE),
+    "step35": ("transformers has no text models of its kind (Step 3.5)", _NOWHERE),
 }
 
 

@@ -127,8 +127,8 @@ ROTATED = {
 
 def _part_of_three(which: int) -> Arrangement:
     def rows(config: Any) -> Tensor:
-        heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        return torch.arange(sum(heads) * config.head_dim).split([count * config.head_dim for count in heads])[which]
+        counts = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        return torch.arange(sum(counts[:which]) * config.head_dim, sum(counts[: which + 1]) * config.head_dim)
 
     return Arrangement(rows)
 
