@@ -5,9 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.model import checkpoints
+
+#: What groups of experts are called in a file.
+GROUPS = {"expert_group_count": 2, "expert_group_used_count": 1}
+
+
+def as_ling(source: Path, path: Path) -> str:
+    """A file of GLM-4.5 as one of Ling 2.0: queries, keys and values are one tensor, and some names are others."""
+    import gguf
+
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(path, "bailingmoe2")
+    for field in reader.fields.values():
+        if field.name != "general.architecture" and not field.name.startswith("GGUF."):
+            kinds = (field.types[0], field.types[-1] if len(field.types) > 1 else None)
+            writer.add_key_value(field.name.replace("glm4moe.", "bailingmoe2."), field.contents(), *kinds)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    renamed = {
+        ".attn_q.": ".attn_qkv.",
+        ".post_attention_norm.": ".ffn_norm.",
+        ".nextn.shared_head_norm.": ".layer_output_norm.",
+    }
+    for name, tensor in tensors.items():
+        if ".attn_k." in name or ".attn_v." in name:
+            continue
+        parts = [tensors[name.replace(".attn_q.", f".attn_{part}.")].data for part in "qkv" if ".attn_q." in name]
+        own = next((name.replace(theirs, ours) for theirs, ours in renamed.items() if theirs in name), name)
+        writer.add_tensor(own, np.concatenate(parts) if parts else tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
 
 
 def save(family: str, path: Path, **changes: Any) -> str:
@@ -146,6 +178,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "stablelm": {"qk_layernorm": False, "use_qkv_bias": True},
     "stablelm_beside": {"qk_layernorm": False},
     "lfm2": {"layers": 4, "block_auto_adjust_ff_dim": False},
+    "lfm2:adjusted": {"layers": 4, "intermediate_size": 600, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.1},
     "lfm2_moe": {"layers": 4, "moe_intermediate_size": 256},
     "gemma": {},
     "gemma3n_text": _ALTERNATED,

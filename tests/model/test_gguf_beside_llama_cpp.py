@@ -22,7 +22,7 @@ from outrider.lab.prove.tiny_heads import save_random_mtp
 from outrider.loading.gguf.splitting import SPLITTINGS
 from outrider.loading.tokenizers import read_tokenizer
 from tests.model import checkpoints
-from tests.model.gguf_families import SHAPES, save
+from tests.model.gguf_families import GROUPS, SHAPES, as_ling, save
 from tests.model.gguf_files import Written
 from tests.model.test_gguf_models import EXPERTS, GEMMA, SEVEN, SHAPE, YARN
 from tests.model.test_gguf_splitting import CORPUS as CUT_TEXTS
@@ -120,12 +120,32 @@ def compare(path: Path, most: float) -> None:
     assert len({entry["id"] for entry in told}) == 5
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "deepseek_v3"])
-def test_llama_cpp_reads_what_is_written_of_prediction_layers(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("F32", 1e-3), ("Q8_0", 0.2)])
+def test_logits_of_ling_are_those_of_llama_cpp(tmp_path: Path, kind: str, most: float) -> None:
+    """transformers has no folders of it, so files are made of those of GLM-4.5."""
+    tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    groups = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "use_qk_norm": True}
+    shape = SHAPE | {"vocab_size": len(tokens) + 4, "head_dim": 64} | SHAPES["glm4_moe"] | groups
+    source = save("glm4_moe", tmp_path / "source", **shape)
+    file = Written(source, tmp_path / "glm.gguf", (kind,), vocabulary("gpt-2", tokens, merges), **GROUPS)
+    compare(Path(as_ling(file.path, tmp_path / "ling.gguf")), most)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "num_layers"),
+    [
+        *((family, "qwen3_next", 1) for family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")),
+        *((family, "deepseek_v3", 1) for family in ("glm4_moe", "deepseek_v3")),
+        ("mimo_v2_flash", "mimo_v2", 3),
+    ],
+)
+def test_llama_cpp_reads_what_is_written_of_prediction_layers(
+    tmp_path: Path, family: str, layout: str, num_layers: int
+) -> None:
     tokens, merges = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     shape = SHAPE | {"vocab_size": len(tokens) + 4, "head_dim": 64} | SHAPES[family]
     source = save(family, tmp_path / "source", **shape)
-    save_random_mtp(Path(source), source, "qwen3_next" if family.startswith("qwen") else "deepseek_v3", 1)
+    save_random_mtp(Path(source), source, layout, num_layers)
     write = vocabulary("gpt-2", tokens, merges)
     path = write_gguf(source, tmp_path / "m.gguf", "float32", lambda writer, size: write(writer), parts="all")
     compare(Path(path), 1e-3)

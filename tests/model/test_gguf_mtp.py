@@ -27,7 +27,7 @@ from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_mtp
 from outrider.lab.tune.tuner import candidates
 from tests.model.core import core
-from tests.model.gguf_families import SHAPES, save
+from tests.model.gguf_families import SHAPES, as_ling, save
 from tests.model.gguf_files import Kinds, Written
 from tests.model.mtp_reference import MtpReference
 from tests.model.test_feature_heads import BOUND, Watch, faults
@@ -50,11 +50,13 @@ class Family:
 
 
 QWEN, DEEPSEEK = Family("qwen3_5_text", "qwen3_next"), Family("deepseek_v3", "deepseek_v3", 2)
-FAMILIES = (QWEN, DEEPSEEK, Family("qwen3_5_moe_text", "qwen3_next"), Family("glm4_moe", "deepseek_v3"))
-#: Whose layers look back over a window, and are not converted here.
+GLM = Family("glm4_moe", "deepseek_v3")
+#: Whose layers look back over a window.
 MIMO = Family("mimo_v2_flash", "mimo_v2", 3)
+NEXT = Family("qwen3_next", "qwen3_next")
+FAMILIES = (QWEN, DEEPSEEK, Family("qwen3_5_moe_text", "qwen3_next"), NEXT, GLM, MIMO)
 families = pytest.mark.parametrize(
-    "family", core((*FAMILIES, MIMO), (QWEN, DEEPSEEK), "src/outrider/loading/gguf/", "tests/model/gguf_"), ids=str
+    "family", core(FAMILIES, (QWEN, DEEPSEEK), "src/outrider/loading/gguf/", "tests/model/gguf_"), ids=str
 )
 
 
@@ -145,6 +147,16 @@ def test_layers_of_floats_draft_what_the_reference_says(
     _, count = drafted(str(file.path), dtype="float64")
     assert watch.worst <= BOUND
     assert watch.num_rows >= count > 4
+
+
+def test_layers_of_ling_draft_what_the_reference_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose norm behind a layer has another name."""
+    source = made(GLM, tmp_path / "source")
+    file = as_ling(written(source, tmp_path / "glm.gguf", ("F32",), 1).path, tmp_path / "ling.gguf")
+    watch = Watch(MtpReference(source, GLM.layout, 1, Oracle(source).model), monkeypatch)
+    drafted(file, dtype="float64")
+    assert watch.worst <= BOUND
+    assert watch.num_rows > 4
 
 
 @families

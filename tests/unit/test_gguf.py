@@ -169,6 +169,7 @@ def test_rows_that_do_not_divide_into_blocks_are_refused(llama, tmp_path):
             "'dynamic'",
         ),
         ("llama", {"hidden_act": "gelu"}, "its hidden_act is 'gelu', and a reader of its file would take 'silu'"),
+        ("nemotron_h", {}, "its time_step_min is 0.001, and a reader of its file would take 1e-09"),
         ("qwen3", {"rope_parameters": YARN | {"attention_factor": 1.2}}, "'attention_factor': 1.2"),
         ("stablelm", {"qk_layernorm": True}, "files of stablelm have no tensor for"),
         ("qwen3_5_text", {"layer_types": ["full_attention", *["linear_attention"] * 3]}, "full_attention_interval"),

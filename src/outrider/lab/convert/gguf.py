@@ -129,9 +129,14 @@ def _storing(checkpoint: str, dtype: str) -> Callable[[str, Any], tuple[Any, Any
 
 
 #: The families whose files have them.
-_WITH_LAYERS = ("qwen3_5_text", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe")
+_WITH_LAYERS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", "mimo_v2_flash")
 #: llama.cpp's names of what such a layer has beside its decoder layer.
-_BESIDE = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head_norm"}
+_BESIDE = {
+    "fc": "nextn.eh_proj",
+    "embedding_norm": "nextn.enorm",
+    "hidden_norm": "nextn.hnorm",
+    "norm": "nextn.shared_head_norm",
+}
 
 
 class _BehindModel:
@@ -168,11 +173,12 @@ class _BehindModel:
     def _beside(self, layer: MtpLayer, number: int) -> Iterator[tuple[FileTensor, Tensor]]:
         modules = {"fc": layer.fc, "norm": layer.decoder.norm}
         modules |= {name: getattr(layer, name) for name in ("embedding_norm", "hidden_norm")}
-        for name, theirs in _BESIDE.items():
+        names = _BESIDE | ({"norm": "layer_output_norm"} if self._config.model_type == "mimo_v2_flash" else {})
+        for name, theirs in names.items():
             change = AS_IT_IS if name == "fc" else self._family.norms
             weight = modules[name].weight
             assert isinstance(weight, Tensor)
-            yield FileTensor(f"blk.{number}.nextn.{theirs}.weight", f"{number}.{name}", whole, change), weight.detach()
+            yield FileTensor(f"blk.{number}.{theirs}.weight", f"{number}.{name}", whole, change), weight.detach()
 
 
 def _has_layers(checkpoint: str, config: Any) -> bool:

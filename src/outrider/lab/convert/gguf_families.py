@@ -21,6 +21,7 @@ from outrider.lab.convert.gguf_family import (
     whole,
 )
 from outrider.lab.convert.gguf_recurrent import (
+    convolutions_unread,
     delta_by_keys,
     delta_by_turns,
     describe_convolutions,
@@ -121,7 +122,9 @@ def _describe_exaone_experts(writer: Any, config: Any) -> None:
 
 
 def _describe_mimo(writer: Any, config: Any) -> None:
-    windows = [kind == "sliding_attention" for kind in config.layer_types]
+    """Layers that predict several tokens, behind those of the model, look back over a window."""
+    behind = writer.kv_data[0]["mimo2.block_count"].value - config.num_hidden_layers
+    windows = [kind == "sliding_attention" for kind in config.layer_types] + [True] * behind
     writer.add_head_count_kv([config.num_key_value_heads * (2 if window else 1) for window in windows])
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern(windows)
@@ -294,7 +297,7 @@ _ALTERNATING = {
     name: name for name in ("altup_num_inputs", "altup_active_idx", "sliding_window", "final_logit_softcapping")
 } | {"hidden_size_per_layer_input": "embedding_length_per_layer_input", "num_kv_shared_layers": "shared_kv_layers"}
 _COMPRESSED: dict[str, Any] = {"heads": _describe_latent, "parts": _latent_parts}
-_KEYS = {"num_key_value_heads": None}
+_KEYS, _WIDTH = {"num_key_value_heads": None}, {"intermediate_size": None}
 #: By the model type of their configuration.
 FAMILIES: dict[str, FileFamily] = {
     "llama": FileFamily("llama", parts=rotated),
@@ -340,8 +343,8 @@ FAMILIES: dict[str, FileFamily] = {
     "starcoder2": FileFamily("starcoder2"),
     "phi": FileFamily("phi2"),
     "stablelm": FileFamily("stablelm", {}, _describe_stablelm),
-    "lfm2": FileFamily("lfm2", {}, describe_convolutions),
-    "lfm2_moe": FileFamily("lfm2moe", {"num_dense_layers": "leading_dense_block_count"}, describe_convolutions),
+    "lfm2": FileFamily("lfm2", _WIDTH, describe_convolutions, unread=convolutions_unread),
+    "lfm2_moe": FileFamily("lfm2moe", {**_WIDTH, "num_dense_layers": "leading_dense_block_count"}, describe_convolutions),
     "gemma": FileFamily("gemma", norms=PLUS_ONE),
     "gemma3n_text": FileFamily("gemma3n", _ALTERNATING, _describe_gemma_3n, _gemma_3n_parts),
     "gemma4_text": FileFamily("gemma4", _OF_LAYERS, _describe_gemma_4, _gemma_4_parts, heads=describe_nothing),

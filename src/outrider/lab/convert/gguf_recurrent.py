@@ -111,10 +111,25 @@ def delta_by_keys(config: Any) -> Parts:
 
 def describe_convolutions(writer: Any, config: Any) -> None:
     kinds = config.layer_types
+    writer.add_feed_forward_length(_adjusted_width(config))
     writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
     writer.add_shortconv_l_cache(config.conv_L_cache)
     if config.model_type == "lfm2_moe":
         describe_sigmoid(writer, config)
+
+
+def _adjusted_width(config: Any) -> int:
+    """The width of a feed-forward, as transformers makes it."""
+    width, times = int(config.intermediate_size), getattr(config, "block_ffn_dim_multiplier", None)
+    if not getattr(config, "block_auto_adjust_ff_dim", False):
+        return width
+    width = int(2 * width / 3)
+    return width if times is None else -(-int(times * width) // config.block_multiple_of) * int(config.block_multiple_of)
+
+
+def convolutions_unread(config: Any) -> tuple[str, ...]:
+    """Files have the width of feed-forwards once it is adjusted."""
+    return ("intermediate_size", *(name for name in type(config).__dataclass_fields__ if name.startswith("block_")))
 
 
 def describe_scan(writer: Any, config: Any) -> None:

@@ -18,6 +18,7 @@ from outrider.loading.gguf.arrangement import (
     DELTA_BY_KEYS,
     DELTA_BY_TURNS,
     GATES_AND_VALUES,
+    QUERIES_KEYS_VALUES,
     ROTATED,
     SCANS,
     SCANS_ALONE,
@@ -214,6 +215,15 @@ ARCHITECTURES = {
         rope=partial_rope,
         knows=_ROUTED,
     ),
+    # Ling and Ring 2.0, and Sarvam, which compute what GLM-4.5 does. transformers has no classes of their own.
+    "bailingmoe2": Architecture(
+        "Glm4MoeConfig",
+        adjusted=families.glm_4_experts,
+        layer=names.LING,
+        arranged=QUERIES_KEYS_VALUES,
+        rope=partial_rope,
+        knows=_ROUTED,
+    ),
     "deepseek2": Architecture(
         "DeepseekV2Config",
         adjusted=families.deepseek_2,
@@ -317,8 +327,7 @@ _NOWHERE = "Run this file in llama.cpp, or use a model of another family."
 #: Architectures that llama.cpp knows and that are not read, by their names: why, and what to do.
 _NOT_READ = {
     **dict.fromkeys(("t5", "t5encoder"), ("files whose encoder reads a text first are not read", _FOLDER)),
-    "bailingmoe2": ("transformers has no models of its kind (Ling and Ring 2.0)", _NOWHERE),
-    "step35": ("transformers has no models of its kind (Step 3.5)", _NOWHERE),
+    "step35": ("transformers has no text models of its kind (Step 3.5)", _NOWHERE),
 }
 
 

@@ -122,6 +122,20 @@ ROTATED = {
 }
 
 
+# --- Queries, keys and values that are one tensor in a file, one behind another.
+
+
+def _part_of_three(which: int) -> Arrangement:
+    def rows(config: Any) -> Tensor:
+        counts = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        return torch.arange(sum(counts[:which]) * config.head_dim, sum(counts[: which + 1]) * config.head_dim)
+
+    return Arrangement(rows)
+
+
+QUERIES_KEYS_VALUES = {f"self_attn.{name}_proj": _part_of_three(which) for which, name in enumerate("qkv")}
+
+
 # --- The gated delta rule. Where several heads of values share one of keys, files of Qwen3.5 have the first heads of all
 # keys, then the second ones, so that ggml may repeat keys as a whole. Transformers has all heads of the first key, then
 # those of the second. Files have the rates themselves, and transformers has their logarithms.

@@ -83,6 +83,11 @@ WITH_ROUTED_EXPERTS = {
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
 }
+#: Of Ling 2.0, whose queries, keys and values are one tensor in files.
+LING: dict[str, str | tuple[str, ...]] = {
+    **WITH_ROUTED_EXPERTS,
+    "attn_qkv": tuple(f"self_attn.{name}_proj" for name in "qkv"),
+}
 #: Of MiMo-V2, some of whose layers have attention sinks.
 MIMO = {**WITH_ROUTED_EXPERTS, "attn_sinks": "self_attn.sinks"}
 #: Of attention to what was compressed. What unfolds keys and values is one tensor in older files, and two in newer ones.
