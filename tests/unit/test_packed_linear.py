@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from outrider.kernels import library
 from outrider.kernels.formats import FORMATS, StoredWeight, plain
 from outrider.kernels.gguf_blocks import GGUF_TYPES
-from outrider.kernels.library import available_sets, kernel_library
+from outrider.kernels.layout import Operand
+from outrider.kernels.library import available_sets, kernel_library, kernels_for
 from outrider.kernels.linear import PackedLinear, PackedTransposed, use_packed_linear, use_stock_linear
-from outrider.kernels.packed import PackedWeights
+from outrider.kernels.packed import PackedWeights, product
 from outrider.kernels.weights import quantise_linears, stored_weight
 from tests.kernel_sets import instruction_sets
 from tests.model.gguf_files import blocks
@@ -140,17 +142,42 @@ def test_weights_come_back_as_they_went(instruction_set: str, shape: tuple[int, 
     assert scale is None or torch.equal(back.scale, scale)  # type: ignore[arg-type]
 
 
+def drawn(name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight:
+    torch.manual_seed(1)
+    if name in FORMATS:
+        return FORMATS[name].store(torch.randn(shape, dtype=dtype))
+    return GGUF_TYPES[name].stored(torch.from_numpy(blocks(name, *shape, seed=1)), dtype)
+
+
+@pytest.mark.skipif("avx512bf16" not in available_sets(), reason="no instruction for pairs that could be taken apart")
+@pytest.mark.parametrize(
+    "name", ["bfloat16", "int8", "int8-g64", "int4-g32", "int4-g128-asym", "Q4_0", "Q4_K", "Q6_K", "Q8_0"]
+)
+def test_pairs_that_are_taken_apart_have_the_bits_of_the_instruction(name: str) -> None:
+    kernels, cols = kernels_for("avx512bf16"), 717 if name == "bfloat16" else 768
+    given = drawn(name, (100, cols), torch.bfloat16)
+    if name == "bfloat16":
+        given.data[::3, ::2] *= 1e-38  # numbers that the instruction takes for 0
+    weights = PackedWeights(kernels, given)
+    assert weights.operand == Operand.PAIRS
+    rows = torch.randn(50, cols) * torch.tensor([1, 1e-30, 1e-38, 1e-36, 1])[torch.arange(50 * cols) % 5].view(50, cols)
+    rows[::3] *= 1e-20
+    rows[::7] *= 1e-30
+    apart = ctypes.c_int.in_dll(kernels._library, "outrider_pairs_apart")
+    before, got = apart.value, []
+    for apart.value in (0, 1):
+        got.append([product(kernels, weights.struct, rows[:count].contiguous()) for count in (*range(1, 14), 26, 50)])
+    apart.value = before
+    assert all(map(torch.equal, *got))
+    assert not got[0][-1].isnan().any()
+
+
 @pytest.mark.parametrize("name", ["int8", "int4-g32-asym", "Q4_K", "Q8_0"])
 def test_a_matrix_that_is_consumed_is_packed_alike_and_freed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.kernels.packed._FREED_AT_ONCE", 100_000)
     kernels, shape = kernel_library(), (1000, 512)
     assert kernels is not None
-    torch.manual_seed(1)
-    if name in FORMATS:
-        given = FORMATS[name].store(torch.randn(shape))
-    else:
-        given = GGUF_TYPES[name].stored(torch.from_numpy(blocks(name, *shape, seed=1)), torch.float32)
-    bias = torch.randn(shape[0])
+    given, bias = drawn(name, shape, torch.float32), torch.randn(shape[0])
     whole = PackedWeights(kernels, given, bias)
     once = PackedWeights(kernels, given, bias, consume=True)
     assert torch.equal(once.data, whole.data)

@@ -79,7 +79,7 @@
 enum { FORMAT_REAL = 0, FORMAT_BF16 = 1, FORMAT_INT8 = 2, FORMAT_INT4 = 3, FORMAT_BLOCKS = 4 };
 enum { OPERAND_REAL = 0, OPERAND_PAIRS = 1, OPERAND_BYTES = 2 };
 
-/* How attention multiplies pairs of bf16: by the instruction for them, or by the two products of floats that it stands for. The second
+/* How pairs of bf16 are multiplied: by the instruction for them, or by the two products of floats that it stands for. The second
  * number of a pair comes first, and numbers nearer to 0 than normal ones are 0. So the bits are the same. */
 enum { PAIRS_TOGETHER = 1, PAIRS_APART = 2 };
 int pairs_are_slow(void); /* Whether the instruction takes longer than the two products do; see dispatch.c. */
@@ -90,7 +90,8 @@ enum { SCALES_NONE = 0, SCALES_HALF = 1, SCALES_BF16 = 2 };
 enum { LOWS_NONE = 0, LOWS_OF_BLOCKS = 1, LOWS_OF_PARTS = 2 };
 
 /* All that the inner loops must know of a matrix in one number, which is a constant wherever they are expanded. */
-enum { KIND_GROUPED = 64, KIND_ZEROS = 128 };
+enum { KIND_GROUPED = 64, KIND_ZEROS = 128, KIND_APART = 256 };
+enum { OPERAND_APART = OPERAND_PAIRS | KIND_APART >> 4 }; /* in a kind only: pairs that are taken apart */
 #define KIND(format, operand) ((format) | (operand) << 4)
 #define FORMAT_OF(kind) ((kind) & 15)
 #define OPERAND_OF(kind) ((kind) >> 4 & 3)
