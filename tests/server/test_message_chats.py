@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import InputError
-from outrider.server.chat import conversation
+from outrider.server.chat import SystemPrompts, conversation
 from outrider.server.messages import CountRequest, MessagesRequest, as_chat
 from outrider.server.replicas.routing import beginnings
 from outrider.server.schemas import ChatRequest
@@ -45,6 +45,36 @@ def test_a_system_prompt_comes_first_without_what_is_for_anthropic() -> None:
     assert told(USER, system=[billing, text("be"), text("kind")]) == [("system", "be|kind"), ("user", "x")]
     assert told(USER, system=[billing]) == told(USER, system="") == told(USER) == [("user", "x")]
     assert told(USER, {"role": "system", "content": "now"}, USER)[1:] == [("system", "now"), ("user", "x")]
+
+
+LINES = [f"{place}: this line of a long system prompt stays the same" for place in range(60)]
+
+
+def dated(date: str, *, at: int = 20) -> str:
+    return "\n".join([*LINES[:at], f"Today is {date}.", *LINES[at:]])
+
+
+def test_a_system_prompt_that_changes_within_is_told_once() -> None:
+    watched, text = SystemPrompts(), dated("Tuesday")
+    assert watched.change(chat(USER, system=dated("Monday"))) is None
+    behind = len(text) - text.index("Tuesday")
+    assert watched.change(chat(USER, system=text)) == {"line": 21, "characters_behind": behind}
+    assert watched.change(chat(USER, system=dated("Sunday"))) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (dated("Monday"), dated("Monday")),
+        (dated("Monday"), dated("Tuesday", at=60)),  # the cache has nearly all
+        (dated("Monday"), "\n".join(line.upper() for line in LINES)),  # another agent
+        ("short, Monday", "short, Tuesday"),
+        (dated("Monday"), None),
+    ],
+)
+def test_other_system_prompts_are_not_told(first: str, then: str | None) -> None:
+    watched = SystemPrompts()
+    assert watched.change(chat(USER, system=first)) is watched.change(chat(USER, system=then)) is None
 
 
 def test_turns_of_one_role_are_one() -> None:

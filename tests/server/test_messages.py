@@ -133,6 +133,15 @@ def test_a_text_that_meets_a_stop_sequence_says_which(client: anthropic.Anthropi
     assert both(client, guided_choice=["self"]).stop_reason == "end_turn"
 
 
+def test_the_log_says_where_a_system_prompt_changes(client: anthropic.Anthropic, server: Server) -> None:
+    lines = [f"{place}: a line" for place in range(180)]
+    for date in ("Monday", "Tuesday"):
+        system = "\n".join([*lines[:40], f"Today is {date}.", *lines[40:]])
+        message = client.messages.create(**asked(system=system, max_tokens=1))
+    line = server.logged(event="a system prompt changes, and the prefix cache ends there")
+    assert (line["level"], line["request_id"], line["line"]) == ("warning", message._request_id, 41)
+
+
 def test_what_the_prefix_cache_has_is_told(client: anthropic.Anthropic) -> None:
     """It is told of a stream at its end: at its beginning nobody knows."""
     messages = [{"role": "user", "content": "import os\n" * 40}]

@@ -270,6 +270,7 @@ async def _write(service: Service, call: Call, asked: CommonRequest, make: Calla
     service.check_model(asked.model)
     _check_streaming(asked)
     ignored = _told_ignored(call, ignored_fields(asked, service.engine.llm.prompts))
+    service.watch_system_prompt(asked, call)
     async with AsyncExitStack() as stack:
         meter = service.meter(call.tenant)
         meter.check_tokens()

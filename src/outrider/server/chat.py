@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
@@ -42,6 +43,48 @@ def ignored_fields(asked: CommonRequest, prompts: PromptEncoder) -> tuple[str, .
         return asked.ignored
     template = template_of(prompts.tokenizer, tools=bool(asked.tools))
     return (*asked.ignored, *unread_fields(conversation(asked.messages), template))
+
+
+#: Characters of a system prompt from which on it matters what of it is cached, and the longest that is remembered.
+_LONG, _LONGEST = 2_000, 200_000
+#: System prompts that are remembered: a client may have agents within agents, each with its own.
+_REMEMBERED = 8
+
+
+class SystemPrompts:
+    """The latest long system prompts of a tenant, which tell where one changes from request to request."""
+
+    def __init__(self) -> None:
+        self._latest: deque[str] = deque(maxlen=_REMEMBERED)
+        self._told = False
+
+    def change(self, asked: CommonRequest) -> dict[str, int] | None:
+        """Tells once where a system prompt differs from an earlier one that begins and ends like it: the line, and the
+        characters behind it, which no prefix cache serves. None where there is nothing to tell."""
+        first = asked.messages[0] if isinstance(asked, ChatRequest) and asked.messages else None
+        if self._told or first is None or first.role not in ("system", "developer"):
+            return None
+        [given] = conversation([first])
+        content = given.get("content") or ""
+        text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        if not _LONG <= len(text) <= _LONGEST or text in self._latest:
+            return None
+        for other in self._latest:
+            same, behind = _common(text, other), _common(text[::-1], other[::-1])
+            if behind >= _LONG / 2 and same + behind >= 0.9 * max(len(text), len(other)):
+                self._told = True
+                return {"line": text.count("\n", 0, same) + 1, "characters_behind": len(text) - same}
+        self._latest.append(text)
+        return None
+
+
+def _common(one: str, other: str) -> int:
+    """The number of characters with which both texts begin."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # compares slices, since a loop over characters is slow
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:

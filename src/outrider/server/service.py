@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from outrider.errors import InvalidParameterError, UnsupportedParameterError
 from outrider.loading.templates import TemplateLimits
 from outrider.params import RequestOutput
 from outrider.propose.settings import SpeculationConfig
-from outrider.server.chat import answer_schema, blamed, forces_calls
+from outrider.server.chat import SystemPrompts, answer_schema, blamed, forces_calls
 from outrider.server.errors import ApiError, api_error, log
 from outrider.server.lifecycle import Call
 from outrider.server.metrics import EngineState, ServerMetrics
@@ -83,6 +84,7 @@ class Service:
         llm.prompts.template_limits = TemplateLimits(settings.template_seconds, settings.template_mib)
         llm.engine.scheduler.tenants.weights = engine.preparing.turns.weights = keys.weights
         self._meters: dict[str | None, Meter] = {}
+        self._system_prompts: defaultdict[str | None, SystemPrompts] = defaultdict(SystemPrompts)
 
     @property
     def health(self) -> Health:
@@ -105,6 +107,12 @@ class Service:
         if tenant not in self._meters:
             self._meters[tenant] = Meter(self.keys.limits(tenant), self._max_texts)
         return self._meters[tenant]
+
+    def watch_system_prompt(self, asked: CommonRequest, call: Call) -> None:
+        """Warn once where a tenant's system prompt changes within, so that what follows is computed for each request."""
+        if change := self._system_prompts[call.tenant].change(asked):
+            facts = {"request_id": call.id, **change, "remedy": "Put what changes at the end of the conversation."}
+            log("a system prompt changes, and the prefix cache ends there", facts, logging.WARNING)
 
     @property
     def num_texts(self) -> int:
