@@ -158,6 +158,7 @@ def test_pairs_that_are_taken_apart_have_the_bits_of_the_instruction(name: str) 
     given = drawn(name, (100, cols), torch.bfloat16)
     if name == "bfloat16":
         given.data[::3, ::2] *= 1e-38  # numbers that the instruction takes for 0
+        given.data[1::3] *= 1e-8  # so that products are such numbers, too
     weights = PackedWeights(kernels, given)
     assert weights.operand == Operand.PAIRS
     rows = torch.randn(50, cols) * torch.tensor([1, 1e-30, 1e-38, 1e-36, 1])[torch.arange(50 * cols) % 5].view(50, cols)

@@ -61,7 +61,11 @@ def write_gguf(
     with exclusive_transformers():
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     family, behind = check_describable(checkpoint, model.config), None
-    if parts in ("all", "layers") or layers is not None or (parts is None and _has_layers(checkpoint, model.config)):
+    if (
+        parts in ("all", "layers")
+        or layers is not None
+        or (parts is None and _has_layers(checkpoint, model.config, family))
+    ):
         behind = _BehindModel(layers or checkpoint, model.config, family)
     writer = gguf.GGUFWriter(None, family.architecture)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{STORED_AS[dtype]}"])
@@ -128,15 +132,8 @@ def _storing(checkpoint: str, dtype: str) -> Callable[[str, Any], tuple[Any, Any
 # --- Layers that predict several tokens, behind those of the model; `loading/gguf/prediction.py` reads them.
 
 
-#: The families whose files have them.
-_WITH_LAYERS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", "mimo_v2_flash")
-#: llama.cpp's names of what such a layer has beside its decoder layer.
-_BESIDE = {
-    "fc": "nextn.eh_proj",
-    "embedding_norm": "nextn.enorm",
-    "hidden_norm": "nextn.hnorm",
-    "norm": "nextn.shared_head_norm",
-}
+#: llama.cpp's names of what such a layer has beside its decoder layer and its last norm.
+_BESIDE = {"fc": "nextn.eh_proj", "embedding_norm": "nextn.enorm", "hidden_norm": "nextn.hnorm"}
 
 
 class _BehindModel:
@@ -144,7 +141,7 @@ class _BehindModel:
 
     def __init__(self, folder: str, config: Any, family: FileFamily) -> None:
         self._family = family
-        if config.model_type not in _WITH_LAYERS:
+        if family.predicted_norm is None:
             problem = f"files of {family.architecture} have no layers that predict several tokens"
             raise UnsupportedModelError(folder, problem, "Write the model without them, and draft from their folder.")
         self._folder, self._config = folder, config
@@ -173,17 +170,16 @@ class _BehindModel:
     def _beside(self, layer: MtpLayer, number: int) -> Iterator[tuple[FileTensor, Tensor]]:
         modules = {"fc": layer.fc, "norm": layer.decoder.norm}
         modules |= {name: getattr(layer, name) for name in ("embedding_norm", "hidden_norm")}
-        names = _BESIDE | ({"norm": "layer_output_norm"} if self._config.model_type == "mimo_v2_flash" else {})
-        for name, theirs in names.items():
+        for name, theirs in {**_BESIDE, "norm": self._family.predicted_norm}.items():
             change = AS_IT_IS if name == "fc" else self._family.norms
             weight = modules[name].weight
             assert isinstance(weight, Tensor)
             yield FileTensor(f"blk.{number}.{theirs}.weight", f"{number}.{name}", whole, change), weight.detach()
 
 
-def _has_layers(checkpoint: str, config: Any) -> bool:
+def _has_layers(checkpoint: str, config: Any, family: FileFamily) -> bool:
     """Tells whether a checkpoint carries such layers, and whether files of its family have some."""
-    return config.model_type in _WITH_LAYERS and carries_mtp(checkpoint, config)
+    return family.predicted_norm is not None and carries_mtp(checkpoint, config)
 
 
 # --- Puts a GGUF file in place when it is whole.

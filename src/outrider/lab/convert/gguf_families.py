@@ -298,6 +298,7 @@ _ALTERNATING = {
 } | {"hidden_size_per_layer_input": "embedding_length_per_layer_input", "num_kv_shared_layers": "shared_kv_layers"}
 _COMPRESSED: dict[str, Any] = {"heads": _describe_latent, "parts": _latent_parts}
 _KEYS, _WIDTH = {"num_key_value_heads": None}, {"intermediate_size": None}
+_PREDICTS: dict[str, Any] = {"predicted_norm": "nextn.shared_head_norm"}
 #: By the model type of their configuration.
 FAMILIES: dict[str, FileFamily] = {
     "llama": FileFamily("llama", parts=rotated),
@@ -310,11 +311,13 @@ FAMILIES: dict[str, FileFamily] = {
     "gpt_oss": FileFamily("gpt-oss", described=_describe_gpt_oss, parts=_gpt_oss_parts),
     "gemma2": FileFamily("gemma2", described=_describe_gemma, norms=PLUS_ONE),
     "gemma3_text": FileFamily("gemma3", described=_describe_gemma, norms=PLUS_ONE),
-    "qwen3_5_text": FileFamily("qwen35", {}, describe_qwen35, delta_by_turns, PLUS_ONE),
-    "qwen3_5_moe_text": FileFamily("qwen35moe", _SHARED, describe_qwen35, delta_by_turns, PLUS_ONE),
-    "deepseek_v3": FileFamily("deepseek2", {**_ROUTED, **_LATENT, **_GROUPS, **_KEYS}, describe_sigmoid, **_COMPRESSED),
-    "glm4_moe": FileFamily("glm4moe", _ROUTED, describe_sigmoid),
-    "qwen3_next": FileFamily("qwen3next", _SHARED, describe_delta, delta_by_keys, norms=PLUS_ONE),
+    "qwen3_5_text": FileFamily("qwen35", {}, describe_qwen35, delta_by_turns, PLUS_ONE, **_PREDICTS),
+    "qwen3_5_moe_text": FileFamily("qwen35moe", _SHARED, describe_qwen35, delta_by_turns, PLUS_ONE, **_PREDICTS),
+    "deepseek_v3": FileFamily(
+        "deepseek2", {**_ROUTED, **_LATENT, **_GROUPS, **_KEYS}, describe_sigmoid, **_COMPRESSED, **_PREDICTS
+    ),
+    "glm4_moe": FileFamily("glm4moe", _ROUTED, describe_sigmoid, **_PREDICTS),
+    "qwen3_next": FileFamily("qwen3next", _SHARED, describe_delta, delta_by_keys, PLUS_ONE, **_PREDICTS),
     "qwen2_moe": FileFamily("qwen2moe", _SHARED),
     "olmoe": FileFamily("olmoe"),
     "minimax_m2": FileFamily("minimax-m2", {}, _describe_minimax),
@@ -324,7 +327,7 @@ FAMILIES: dict[str, FileFamily] = {
     "nemotron_h": FileFamily("nemotron_h", _SCAN_ALONE, describe_nemotron_h, scans_alone, heads=describe_nothing),
     "mamba2": FileFamily("mamba2", _ONLY_SCAN, describe_mamba_2, scans_alone, heads=describe_nothing),
     "llama4_text": FileFamily("llama4", _LLAMA_4, parts=_llama_4_parts),
-    "mimo_v2_flash": FileFamily("mimo2", {**_ROUTED, **_KEYS}, heads=_describe_mimo),
+    "mimo_v2_flash": FileFamily("mimo2", {**_ROUTED, **_KEYS}, heads=_describe_mimo, predicted_norm="layer_output_norm"),
     "falcon_h1": FileFamily("falcon-h1", _FALCON, parts=falcon_parts, unread=falcon_unread),
     "seed_oss": FileFamily("seed_oss"),
     "ernie4_5": FileFamily("ernie4_5"),

@@ -131,6 +131,8 @@ class FileFamily:
     heads: Describe = field(default=describe_heads)  # writes the widths of heads, and how they are rotated
     # The fields of a configuration that its tensors have taken in, and that a reader finds otherwise.
     unread: Callable[[Any], tuple[str, ...]] = lambda config: ()
+    # llama.cpp's name of the last norm of layers that predict several tokens; None where files have no such layers.
+    predicted_norm: str | None = None
 
     def describe(self, writer: Any, config: Any, behind: int = 0) -> None:
         """Write what a file says of the shape of a model, and of so many layers behind its own that predict several
