@@ -289,6 +289,7 @@ class RequestOptions:
 
     namespace: str | None = None
     prediction: tuple[int, ...] = ()  # token ids
+    references: tuple[tuple[int, ...], ...] = ()  # token ids of each
     priority: int = 0
     trace: bool = False
     streaming: bool = False  # whether pieces of the text are kept for a stream

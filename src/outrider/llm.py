@@ -201,8 +201,8 @@ class LLM:
                 max_new_tokens, and the defaults of SamplingParams for the others; do_sample decides nothing, as in vLLM.
             speculation: Overrides the LLM's, for all prompts or one each; "none" decodes plainly.
             on_finished: Called with each output as it is done, for progress displays.
-            options: For all of them `namespace`, `trace`, `prediction`, `priority`, `decoder_prompt` or `shown_tokens`; see
-                TextOptions.
+            options: For all of them `namespace`, `trace`, `prediction`, `references`, `priority`, `decoder_prompt` or
+                `shown_tokens`; see TextOptions.
 
         Returns:
             Outputs in the order of the prompts. In a list, a prompt that cannot be served has `error` set and the
@@ -400,6 +400,7 @@ class LLM:
         return RequestOptions(
             namespace,
             self.prompts.encode_prediction(given.get("prediction")),
+            self.prompts.encode_references(given.get("references", ())),
             priority,
             given.get("trace", False),
             streaming,

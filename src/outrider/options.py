@@ -111,6 +111,9 @@ class TextOptions(TypedDict, total=False):
     prediction: str | Sequence[int] | None
     """A text, or token ids, that the caller expects the output to have. The method `prediction` drafts from it; it changes
     no text."""
+    references: Sequence[str | Sequence[int]]
+    """Texts, or token ids, that the output may quote and the prompt does not hold as they stand, such as a retrieved
+    document. The method `suffix` also looks in them; they change no text."""
     priority: int
     """Among the requests of one namespace that wait, lower numbers go first. The usual number is 0."""
     decoder_prompt: str | Sequence[int] | None
@@ -133,7 +136,7 @@ _WITH_NAMES_ELSEWHERE = ("draft_model", "mtp", "ngram", "suffix")
 CONFIGS = (ModelConfig, SchedulerConfig, CacheConfig)
 #: What keywords are where nothing else is given; None where they are not here.
 _USUAL: dict[str, Any] = {name: field.default for kind in CONFIGS for name, field in kind.model_fields.items()}
-_USUAL |= {"consume": False, "trace": False, "priority": 0, "shown_tokens": ()}
+_USUAL |= {"consume": False, "trace": False, "priority": 0, "references": (), "shown_tokens": ()}
 
 
 def names_keywords(typed: Any) -> Callable[[F], F]:

@@ -68,6 +68,15 @@ class PromptEncoder:
         """Returns what a caller expects an output to be: a text, token ids, or None for nothing."""
         return self._encode_continuation("prediction", prediction)
 
+    def encode_references(self, references: Any) -> tuple[tuple[int, ...], ...]:
+        """Returns the texts that an output may quote, of each as much as the context might hold."""
+        if isinstance(references, str | bytes) or not isinstance(references, Sequence):
+            raise InvalidPromptError("references", references, "no list of texts", "Give a list of texts or of token ids.")
+        length = self._max_model_len
+        most = None if length is None else length * min(_USUAL_CHARACTERS, self._longest_token)
+        found = [each[:most] if isinstance(each, str) else each for each in references]
+        return tuple(self._encode_continuation(f"references.{place}", each) for place, each in enumerate(found))
+
     def encode_decoder_prompt(self, decoder_prompt: Any, text_start: tuple[int, ...]) -> tuple[int, ...]:
         """Returns what a decoder goes on from, where an encoder reads the prompt: a text, which gets the tokens that every
         text begins with, or token ids, which are taken as they are; empty for None."""

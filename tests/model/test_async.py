@@ -185,3 +185,29 @@ def test_a_prediction_changes_the_speed_and_not_the_text(llm: LLM, params: Sampl
 def test_a_prediction_that_is_none_is_refused_by_its_name(llm: LLM) -> None:
     with pytest.raises(InvalidPromptError, match="prediction="):
         run(AsyncLLM(llm).generate("x", PARAMS, speculation="prediction", prediction=3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [PARAMS, SamplingParams(seed=3, max_tokens=24, n=2)], ids=["greedy", "seeded"])
+def test_references_change_the_speed_and_not_the_text(llm: LLM, params: SamplingParams) -> None:
+    (want,) = llm.generate("import os\n", params, speculation="suffix")
+    texts = ["$$$$", want.text] if params.n == 1 else [output.token_ids for output in want.outputs]
+
+    async def ask(references: Any) -> Any:
+        return await AsyncLLM(llm).generate("import os\n", params, speculation="suffix", references=references)
+
+    for references, helps in ((texts, True), (["$$$$"], False), ([], False)):
+        found = run(ask(references))
+        assert [output.token_ids for output in found.outputs] == [output.token_ids for output in want.outputs]
+        assert (found.stats.num_target_passes < want.stats.num_target_passes) == helps
+
+
+@pytest.mark.parametrize(("given", "field"), [("x", "references"), (3, "references"), (["x", 3], "references.1")])
+def test_references_that_are_none_are_refused_by_their_name(llm: LLM, given: Any, field: str) -> None:
+    with pytest.raises(InvalidPromptError, match=f"{field}="):
+        run(AsyncLLM(llm).generate("x", PARAMS, references=given))
+
+
+def test_of_a_reference_that_is_too_long_the_beginning_is_taken(llm: LLM) -> None:
+    found = llm.prompts.encode_references(["x = 1\n" * 100_000])
+    assert 0 < len(found[0]) < 100_000
+    assert llm.generate("x", PARAMS, references=["x = 1\n" * 100_000])[0].token_ids

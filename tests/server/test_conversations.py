@@ -12,8 +12,10 @@ import pytest
 from outrider import LLM
 from outrider.errors import InputError, InvalidPromptError
 from outrider.lab.train.collect import encode_prompts, read_sources
-from outrider.server.chat import encode, ignored_fields
+from outrider.server.chat import encode, ignored_fields, quotable
 from outrider.server.schemas import ChatRequest
+from outrider.server.tool_forms import ToolForm
+from outrider.server.tools import ToolUse
 
 #: Templates that read messages as those of families do, each with a macro less.
 CHATML = """{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
@@ -175,3 +177,31 @@ def test_fields_that_nobody_reads_are_told(llm: LLM, write: Any) -> None:
     assert "messages.reasoning_details" not in ignored_fields(asked, llm.prompts)
     text = llm.tokenizer.decode(encode(asked, llm.prompts))  # type: ignore[union-attr]
     assert text == "<user><user>a1"
+
+
+def _quoted(messages: list[dict[str, Any]], form: ToolForm | None = "hermes", **more: Any) -> tuple[str, ...]:
+    asked = ChatRequest.read(json.dumps({"messages": messages, **more}).encode())
+    return quotable(asked, None if form is None else ToolUse(form, {"f": {}}, {}, only_calls=False, max_calls=None))
+
+
+def test_answers_in_json_may_quote_what_users_and_tools_said() -> None:
+    file = 'a = "ä"\n\tb'
+    messages = [
+        {"role": "system", "content": "be\nshort"},
+        {"role": "user", "content": [{"type": "text", "text": "one\nline"}]},
+        {"role": "assistant", "content": "x\ny"},
+        {"role": "tool", "content": file, "tool_call_id": "a"},
+        {"role": "user", "content": "nothing to quote"},
+    ]
+    assert _quoted(messages) == ('a = \\"ä\\"\\n\\tb', "one\\nline")
+    assert json.loads(f'"{_quoted(messages)[0]}"') == file
+    assert _quoted(messages, "glm") == (), "texts stand there as they are"
+    assert _quoted(messages, None) == (), "nothing says that the answer is JSON"
+    assert len(_quoted(messages, None, response_format={"type": "json_object"})) == 2
+
+
+def test_the_latest_of_much_that_may_be_quoted_is_taken() -> None:
+    messages = [{"role": "user", "content": f"{number}\n" + number * 9_998} for number in "123456"]
+    found = _quoted(messages)
+    assert [text[0] for text in found] == ["6", "5", "4", "3"]
+    assert [len(json.loads(f'"{text}"')) for text in found] == [10_000, 10_000, 10_000, 2_768]

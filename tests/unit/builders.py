@@ -59,6 +59,7 @@ def make_request(
     namespace: str | None = None,
     long_rope_after: int | None = None,
     priority: int = 0,
+    references: tuple[tuple[int, ...], ...] = (),
     **params: Any,
 ) -> Request:
     """A request of so many (or these) prompt tokens, with its sequences, whose KV is to lie in `blocks`."""
@@ -66,7 +67,7 @@ def make_request(
     memory = StateMemory(BlockManager(64, 4) if blocks is None else blocks, long_rope_after)
     sampling = SamplingParams(**params)
     seed = 1 if sampling.seed is None else sampling.seed
-    options = RequestOptions(namespace=namespace, priority=priority)
+    options = RequestOptions(namespace=namespace, priority=priority, references=references)
     request = Request(next(_ids), None, tuple(tokens), sampling, speculation, seed, eos, options=options)
     for index in range(sampling.n):
         text = TextStream(None, ())

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from outrider.cache.blocks import BlockManager
 from outrider.config import SchedulerConfig
 from outrider.engine.drafting.planning import Planner, RowShares, as_requested, plan_forced, plan_turns
-from outrider.engine.scheduler import Schedule, ScheduledSequence, Scheduler, Turn
+from outrider.engine.scheduler import (
+    MOST_PROMPT_SECONDS,
+    PROMPT_SECONDS_BESIDE_TEXTS,
+    Schedule,
+    ScheduledSequence,
+    Scheduler,
+    Turn,
+)
 from outrider.engine.sequence import Request, Sequence, Status
 from outrider.params import TokenOrigin
 from outrider.propose.settings import PLAIN, SpeculationConfig
@@ -162,6 +169,104 @@ def test_a_step_without_rows_left_admits_nobody() -> None:
     add(s, first, second)
     assert rows(s.schedule()) == {first.seq_id: 4}
     assert list(s.waiting) == [second]
+
+
+# -- long prompts beside short ones ------------------------------------------------------------------------------------
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_of_its_tenant() -> None:
+    s = scheduler(rows=20, blocks=100, caching=False)
+    long = make_sequence(s, 200)
+    add(s, long)
+    assert rows(step(s)) == {long.seq_id: 20}
+    short = make_sequence(s, 25)
+    add(s, short)
+    assert rows(step(s)) == {short.seq_id: 10, long.seq_id: 10}
+    shorter = make_sequence(s, 4)
+    add(s, shorter)
+    assert rows(step(s)) == {shorter.seq_id: 4, long.seq_id: 16}, "whoever has fewest to go is first"
+    assert shorter.num_output_tokens == 1
+    assert rows(step(s)) == {shorter.seq_id: 1, short.seq_id: 9, long.seq_id: 10}
+    assert rows(step(s)) == {shorter.seq_id: 1, short.seq_id: 6, long.seq_id: 13}
+    assert short.num_output_tokens == 1
+
+
+def test_prompts_that_are_no_shorter_come_one_after_another() -> None:
+    s = scheduler(rows=20, blocks=100, caching=False)
+    first, second = make_sequence(s, 60), make_sequence(s, 60)
+    add(s, first, second)
+    chunks = [rows(step(s)) for _ in range(4)]
+    assert chunks[:3] == [{first.seq_id: 20}] * 3
+    assert chunks[3] == {first.seq_id: 1, second.seq_id: 19}
+
+
+def test_a_short_prompt_that_begins_like_a_long_one_waits_for_what_both_have() -> None:
+    s = scheduler(rows=20, blocks=100)
+    text = list(range(200))
+    long, short = make_sequence(s, text), make_sequence(s, [*text[:60], 900, 901])
+    add(s, long, short)
+    for _ in range(3):
+        assert rows(step(s)) == {long.seq_id: 20}
+        long.state.publish(long.token_ids)
+    assert rows(step(s)) == {short.seq_id: 2, long.seq_id: 18}
+    assert short.stats.num_cached_tokens == 60
+
+
+def test_a_short_prompt_takes_no_memory_that_a_long_one_will_need() -> None:
+    s = scheduler(rows=20, blocks=50, caching=False)  # for 200 tokens
+    long, short = make_sequence(s, 190), make_sequence(s, 30)
+    add(s, long, short)
+    while not long.num_output_tokens:
+        assert set(rows(step(s))) == {long.seq_id}
+    assert long.stats.num_preemptions == 0
+
+
+def test_less_urgent_requests_and_those_without_a_seat_do_not_overtake() -> None:
+    s = scheduler(rows=20, blocks=100, seqs=2, caching=False)
+    long = make_sequence(s, 200)
+    add(s, long)
+    step(s)
+    add(s, make_sequence(s, 4, priority=1))
+    assert set(rows(step(s))) == {long.seq_id}
+    seated, other = make_sequence(s, 30), make_sequence(s, 4)
+    add(s, seated, other)
+    assert set(rows(step(s))) == {seated.seq_id, long.seq_id}
+    assert set(rows(step(s))) == {seated.seq_id, long.seq_id}
+
+
+def test_prompts_of_a_pass_take_no_longer_than_is_said() -> None:
+    s = scheduler(rows=1000, blocks=1000, caching=False)
+    long = make_sequence(s, 3000)
+    add(s, long)
+    plan = step(s)
+    assert rows(plan) == {long.seq_id: 128}, "nothing is known of rows yet"
+    s.observe(plan, MOST_PROMPT_SECONDS * 2)
+    plan = step(s)
+    assert rows(plan) == {long.seq_id: 64}
+    s.observe(plan, MOST_PROMPT_SECONDS * 100)
+    plan = step(s)
+    assert rows(plan) == {long.seq_id: 32}, "and never fewer than is worth a pass"
+    s.observe(plan, 1e-9)
+    assert rows(step(s))[long.seq_id] == 1000
+
+
+def test_prompts_beside_texts_that_are_written_take_less_time() -> None:
+    s = scheduler(rows=1000, blocks=1000, caching=False)
+    decoding, long = running(s, 3), make_sequence(s, 3000)
+    add(s, long)
+    plan = step(s)
+    s.observe(plan, PROMPT_SECONDS_BESIDE_TEXTS * 2 * 65 / 64)
+    assert rows(plan) == {decoding.seq_id: 1, long.seq_id: 64}, "nothing is known of rows yet"
+    assert rows(step(s)) == {decoding.seq_id: 1, long.seq_id: 32}
+
+
+def test_passes_without_long_prompts_say_nothing_of_them() -> None:
+    s = scheduler(rows=1000, blocks=1000, caching=False)
+    running(s, 3)
+    s.observe(step(s), 100.0)
+    long = make_sequence(s, 3000)
+    add(s, long)
+    assert rows(step(s))[long.seq_id] == 64
 
 
 # -- admission ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from tests.unit.builders import make_sequence
 NOISE = DraftNoise(KeyedNoise())
 
 
-def begun(proposer: SuffixProposer, tokens: list[int], namespace: str | None = None) -> Sequence:
-    seq = make_sequence(tokens, namespace=namespace)
+def begun(proposer: SuffixProposer, tokens: list[int], namespace: str | None = None, **how: Any) -> Sequence:
+    seq = make_sequence(tokens, namespace=namespace, **how)
     proposer.begin(seq.view)
     return seq
 
@@ -65,6 +65,25 @@ def test_behind_what_another_proposer_drafted_it_goes_on() -> None:
     found = draft(SuffixProposer(2, 2.0, shared=shared), [8, 50], path=(51, 52))
     assert found.token_ids == (53, 54)
     assert set(found.laws) == {Law.OPAQUE}
+
+
+def test_references_are_looked_up_beside_the_text() -> None:
+    references = ((50, 51, 52, 53, 54), (60, 61, 62, 63))
+    found = draft(SuffixProposer(2, 2.0), [8, 60, 61], references=references)
+    assert found.token_ids == (62, 63)
+    assert set(found.laws) == {Law.OPAQUE}
+    assert draft(SuffixProposer(2, 2.0), [8, 50], path=(51, 52), references=references).token_ids == (53, 54)
+    assert draft(SuffixProposer(2, 2.0), [8, 54, 60], references=references) == Draft(), "two texts are not one"
+    assert draft(SuffixProposer(2, 2.0), [*range(900, 960), 60, 61], references=references).token_ids == (62, 63)
+
+
+def test_references_are_followed_as_the_text_grows() -> None:
+    proposer = SuffixProposer(2, 2.0)
+    seq = begun(proposer, [8, 9], references=((50, 51, 52, 53, 54),))
+    for token, expected in ((50, ()), (51, (52, 53, 54)), (52, (53, 54)), (7, ()), (52, ()), (53, (54,))):
+        seq.token_ids.append(token)
+        (found,) = proposer.propose([ProposeRequest(seq.view, 8)], NOISE)
+        assert found.token_ids == expected, token
 
 
 def test_a_path_that_was_not_taken_leaves_no_trace() -> None:

@@ -187,6 +187,7 @@ class Engine:
                 committed = self._committing.commit(plan, drafts, out, judged)
                 self.drafting.observe(committed, out)
             self.drafting.learn(plan, drafts, committed, out)
+            self.scheduler.observe(plan, self.stats.step_seconds["propose"] + self.stats.step_seconds["forward"])
         except BaseException as error:
             self._failures.abandon([item.seq for item in plan.items], error)
             raise

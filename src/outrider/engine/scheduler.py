@@ -70,6 +70,27 @@ class Schedule:
 
     items: list[ScheduledSequence]
     rows_left: int
+    prompt_rows_left: int  # of these, rows that prompts may have
+
+    @property
+    def room(self) -> int:
+        """Rows that one more prompt may have."""
+        return min(self.rows_left, self.prompt_rows_left)
+
+    def has(self, seq: Sequence) -> bool:
+        """True if a sequence has rows in this step."""
+        return any(item.seq is seq for item in self.items)
+
+
+#: Seconds that the prompts in a pass may take, and where texts are written beside them. Whoever comes, or is cancelled,
+#: waits no longer.
+MOST_PROMPT_SECONDS, PROMPT_SECONDS_BESIDE_TEXTS = 1.0, 0.5
+#: Fewest rows that the prompts of a pass have, however long they take; from so many on, a pass tells what rows cost.
+_FEWEST_PROMPT_ROWS = 32
+#: What a row is taken to cost before a pass has told; on a slow machine it is no less.
+_UNKNOWN_ROW_SECONDS = 1 / 128
+#: Waiting sequences that are looked at in a step, in search of one with few rows to go.
+_LOOKS = 8
 
 
 class Scheduler:
@@ -78,6 +99,9 @@ class Scheduler:
 
     A tenant that has fewer seats than its share gets one at once: whoever has most gives one up. So the first token of a
     tenant's only text waits for the step that is under way, and never for the texts of others to end.
+
+    A long prompt leaves half of the rows to the prompt of its tenant that has fewest to go. So a short request does not
+    wait for it, and it keeps at least half of its pace.
     """
 
     def __init__(self, config: SchedulerConfig, tenants: Tenants | None = None) -> None:
@@ -85,13 +109,14 @@ class Scheduler:
         self.tenants = Tenants() if tenants is None else tenants
         self.waiting = WaitingLine(self.tenants)
         self.running: list[Sequence] = []
+        self._row_seconds = _UNKNOWN_ROW_SECONDS
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        self.tenants.welcome(seq, self.waiting.tenants | {other.request.options.namespace for other in self.running})
+        self.tenants.welcome(seq, self.waiting.tenants | set(map(_tenant, self.running)))
         self.waiting.add(seq)
 
     def start_fork(self, parent: Sequence, child: Sequence) -> None:
@@ -111,28 +136,71 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Plan a step: one row for whoever decodes, then prefill chunks. What is left is for drafts."""
-        plan = Schedule([], self.config.max_num_batched_tokens)
         # Decoding sequences first: a row each is reserved, so that a long prefill cannot starve them. Nor do the prompts of
         # one tenant starve those of another.
         decoding = [seq for seq in self.running if _prefill_rows(seq) <= 1]
         prefilling = [seq for seq in self.running if _prefill_rows(seq) > 1]
+        seconds = PROMPT_SECONDS_BESIDE_TEXTS if decoding else MOST_PROMPT_SECONDS
+        most = self.config.max_num_batched_tokens
+        plan = Schedule([], most, min(most, max(int(seconds / self._row_seconds), _FEWEST_PROMPT_ROWS)))
         for seq in decoding:
             self._run(plan, seq)
         for seq in sorted(prefilling, key=self.tenants.had):
             self._admit(plan, before=seq)
-            if not any(item.seq is seq for item in plan.items):  # it may have lost its place here, and found another one
+            if seq.status is Status.RUNNING and not plan.has(seq):  # it may have lost its place here, and found another one
+                self._run_quick(plan, seq)
                 self._run(plan, seq)
         self._admit(plan)
         return plan
 
-    def _run(self, plan: Schedule, seq: Sequence) -> None:
-        """Give a sequence the rows that it can use."""
-        rows = min(_prefill_rows(seq), plan.rows_left)
+    def observe(self, plan: Schedule, seconds: float) -> None:
+        """A pass of these rows took so long: learn what a row of a prompt costs."""
+        if sum(item.num_rows for item in plan.items if item.num_rows > 1) >= _FEWEST_PROMPT_ROWS:
+            self._row_seconds = max(seconds, 1e-6) / sum(item.num_rows for item in plan.items)
+
+    def _run(self, plan: Schedule, seq: Sequence, most: int | None = None) -> None:
+        """Give a sequence the rows that it can use, and no more than `most`."""
+        missing = _prefill_rows(seq)
+        rows = min(missing, plan.rows_left if missing <= 1 else plan.room)
+        rows = rows if most is None else min(rows, most)
         if seq.status is not Status.RUNNING or rows <= 0 or not self._claim(plan, seq, rows):
             return
         plan.items.append(ScheduledSequence(seq, rows))
         self.tenants.charge_prompt(seq, seq.state.num_computed + rows)
-        plan.rows_left -= rows + seq.state.num_source_rows  # a source is read whole, and takes the place of so many rows
+        # A source is read whole, and takes the place of so many rows.
+        plan.rows_left -= rows + seq.state.num_source_rows
+        plan.prompt_rows_left -= 0 if missing <= 1 else rows
+
+    def _run_quick(self, plan: Schedule, first: Sequence) -> None:
+        """Give half of the rows to the prompt of the tenant that has fewest to go, where `first` could use them all."""
+        half, fewest = plan.room // 2, _prefill_rows(first)
+        if half == 0 or fewest <= 2 * half:
+            return
+        tenant, quick = _tenant(first), first
+        for seq in self.running:
+            if _tenant(seq) == tenant and 1 < _prefill_rows(seq) < fewest and not plan.has(seq):
+                quick, fewest = seq, _prefill_rows(seq)
+        newcomer = next((seq for seq in self.waiting.of(tenant)[:_LOOKS] if self._overtakes(seq, first, fewest)), None)
+        if newcomer is not None:
+            self._run_newcomer(plan, newcomer, half)
+        elif quick is not first:
+            self._run(plan, quick, half)
+
+    def _overtakes(self, seq: Sequence, first: Sequence, fewest: int) -> bool:
+        """Open a waiting sequence, and leave it open where it may run now and has fewer rows to go than all others.
+
+        Whoever begins like a prompt that is under way waits until that one has computed what both have.
+        """
+        if seq.request.options.priority > first.request.options.priority or not (self._has_seat(seq) and self._opens(seq)):
+            return False
+        known = seq.state.num_computed + seq.state.memory.blocks.block_size
+        begins_alike = any(
+            other.state.num_computed < known and other.token_ids[:known] == seq.token_ids[:known] for other in self.running
+        )
+        if _prefill_rows(seq) < fewest and not (begins_alike and _may_share(seq)):
+            return True
+        seq.state.free()
+        return False
 
     def _claim(self, plan: Schedule, seq: Sequence, rows: int) -> bool:
         """Find memory for the next rows of `seq`, preempting newer sequences of whoever has most; False where it was itself
@@ -159,7 +227,7 @@ class Scheduler:
 
     def _admit(self, plan: Schedule, before: Sequence | None = None) -> None:
         """Let those who wait run while there is room; with `before` only those whose tenants have had less than its."""
-        while self.waiting and plan.rows_left > 0:
+        while self.waiting and plan.room > 0:
             seq = self.waiting.first
             if before is not None and self.tenants.had(seq) >= self.tenants.had(before):
                 break
@@ -169,11 +237,15 @@ class Scheduler:
                     break
                 self._preempt(plan, victim)
                 continue
-            self.waiting.remove(seq)
-            seq.status = Status.RUNNING
-            seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.state.num_computed)
-            self.running.append(seq)
-            self._run(plan, seq)
+            self._run_newcomer(plan, seq)
+
+    def _run_newcomer(self, plan: Schedule, seq: Sequence, most: int | None = None) -> None:
+        """Let a waiting sequence run that has a seat and was opened."""
+        self.waiting.remove(seq)
+        seq.status = Status.RUNNING
+        seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.state.num_computed)
+        self.running.append(seq)
+        self._run(plan, seq, most)
 
     def _has_seat(self, seq: Sequence) -> bool:
         """True if it may run now, with the samples it and running sequences have yet to fork."""
@@ -181,13 +253,19 @@ class Scheduler:
         return taken + seq.num_seats <= self.config.max_num_seqs
 
     def _opens(self, seq: Sequence) -> bool:
-        """Take what the cache has of its text. The rest must fit too, so that a newcomer does not preempt or get preempted
-        at once."""
+        """Take what the cache has of its text. The rest must fit too, beside what its tenant's prompts have yet to compute,
+        so that a newcomer does not preempt or get preempted soon."""
         seq.state.open(seq.token_ids, share=_may_share(seq), needs=seq.added_layers)
-        if seq.state.fits(seq.num_missing):
+        beside = [other for other in self.running if _tenant(other) == _tenant(seq)]
+        pledged = sum(max(0, len(other.token_ids) - other.state.capacity) for other in beside)
+        if seq.state.fits(seq.num_missing + pledged):
             return True
         seq.state.free()
         return False
+
+
+def _tenant(seq: Sequence) -> Tenant:
+    return seq.request.options.namespace
 
 
 def _prefill_rows(seq: Sequence) -> int:
@@ -222,24 +300,28 @@ class WaitingLine:
         """The sequence that is next."""
         return min((line[0] for line in self._lines.values()), key=self._turn)
 
+    def of(self, tenant: Tenant) -> list[Sequence]:
+        """The sequences of a tenant, in the order of their turns."""
+        return list(self._lines.get(tenant, ()))
+
     def add(self, seq: Sequence) -> None:
         """A sequence comes, or comes back."""
         if seq.request.arrival is None:
             seq.request.arrival = next(self._arrivals)
-        insort(self._lines.setdefault(seq.request.options.namespace, []), seq, key=_place)
+        insort(self._lines.setdefault(_tenant(seq), []), seq, key=_place)
 
     def remove(self, seq: Sequence) -> None:
         """A sequence waits no longer."""
-        line = self._lines[seq.request.options.namespace]
+        line = self._lines[_tenant(seq)]
         line.remove(seq)
         if not line:
-            del self._lines[seq.request.options.namespace]
+            del self._lines[_tenant(seq)]
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._lines.get(seq.request.options.namespace, ())
+        return seq in self._lines.get(_tenant(seq), ())
 
     def __iter__(self) -> Iterator[Sequence]:
         """Tenant by tenant, in the order of their turns."""

@@ -136,6 +136,7 @@ class Sequence:
             kv=KVView(state),
             namespace=request.options.namespace,
             prediction=request.options.prediction,
+            references=request.options.references,
             source=request.source_token_ids,
         )
 

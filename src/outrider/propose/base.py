@@ -184,6 +184,7 @@ class ProposerSequence:
     round: int = 0  # verify passes so far
     namespace: str | None = None  # keeps prefix caches of unrelated callers apart
     prediction: tuple[int, ...] = ()  # tokens that the caller expects the output to have; empty where nothing is predicted
+    references: tuple[tuple[int, ...], ...] = ()  # texts that the output may quote, beside the prompt
     source: tuple[int, ...] | None = None  # tokens that an encoder has read for this text; None for a decoder alone
 
     @cached_property

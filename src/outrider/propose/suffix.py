@@ -116,12 +116,15 @@ class SuffixAutomaton:
 
 # --- Suffix lookup (Oliaro et al. 2024): drafts what followed earlier occurrences of the longest matching suffix.
 #
-# Where prompt lookup copies what followed once, this counts what followed each time, in this text and, if asked, in
-# earlier ones of the same namespace. The longer the match, the further it drafts.
+# Where prompt lookup copies what followed once, this counts what followed each time, in this text, in the references of
+# its request (Yang et al. 2023) and, if asked, in earlier texts of the same namespace. The longer the match, the further it
+# drafts.
 
 
 #: Shorter contexts tried beside the longest match: they have been seen more often.
 _CONTEXTS = 3
+#: Tokens before the place where drafts begin that are followed in references: no longer match is needed.
+_LEAD = 32
 #: A node is worth its row where the target follows the draft that far at least so often.
 _LEAST_CHANCE = 0.1
 #: What its shortest match is called in llama.cpp's commands.
@@ -169,12 +172,18 @@ class _Guess:
 
 @dataclass
 class _AutomatonReader:
-    """Says how far a sequence has been followed in an automaton of earlier texts."""
+    """Says how far a sequence has been followed in an automaton of other texts."""
 
     automaton: SuffixAutomaton
     state: int = ROOT
     length: int = 0
     num_read: int = 0
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Follow the sequence, of which these are all tokens, to its end."""
+        for token in tokens[self.num_read :]:
+            self.state, self.length = self.automaton.step(self.state, self.length, token)
+        self.num_read = len(tokens)
 
 
 @dataclass
@@ -182,8 +191,9 @@ class _Lookup:
     """Holds what is kept for one sequence."""
 
     own: SuffixAutomaton
+    references: list[_AutomatonReader]  # one, or none where the request has no references
     num_read: int = 0
-    readers: list[_AutomatonReader] = field(default_factory=list)
+    readers: list[_AutomatonReader] = field(default_factory=list)  # of earlier texts
 
 
 class SharedTexts:
@@ -246,7 +256,15 @@ class SuffixProposer(Proposer):
         self._lookups: dict[int, _Lookup] = {}
 
     def begin(self, sequence: ProposerSequence) -> None:
-        self._lookups[sequence.seq_id] = _Lookup(SuffixAutomaton())
+        references, automaton = [], SuffixAutomaton()
+        for reference in sequence.references:
+            automaton.begin()
+            for token in reference:
+                automaton.append(token)
+        if sequence.references:
+            start = max(0, len(sequence.known_token_ids) - _LEAD)
+            references.append(_AutomatonReader(automaton, num_read=start))
+        self._lookups[sequence.seq_id] = _Lookup(SuffixAutomaton(), references)
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
         return [self._draft(request) for request in requests]
@@ -282,22 +300,19 @@ class SuffixProposer(Proposer):
         match = max(own.links[own.last], ROOT)
         state, length = _along(own, match, own.lengths[match], request.path)
         yield from self._contexts(own, state, length, request, Law.DETERMINISTIC)
-        for reader in self._readers(lookup, request.sequence):
+        for reader in (*lookup.references, *self._readers(lookup, request.sequence)):
+            reader.read(tokens)
             state, length = _along(reader.automaton, reader.state, reader.length, request.path)
             yield from self._contexts(reader.automaton, state, length, request, Law.OPAQUE)
 
     def _readers(self, lookup: _Lookup, sequence: ProposerSequence) -> list[_AutomatonReader]:
-        """The namespace's earlier texts, read up to where the sequence stands."""
+        """The namespace's earlier texts."""
         if self.shared is None:
             return []
         volumes = self.shared.of(sequence.namespace)
         if [reader.automaton for reader in lookup.readers] != volumes:  # by identity: automata are equal to nothing else
             known = {id(reader.automaton): reader for reader in lookup.readers}
             lookup.readers = [known.get(id(volume)) or _AutomatonReader(volume) for volume in volumes]
-        for reader in lookup.readers:
-            for token in sequence.known_token_ids[reader.num_read :]:
-                reader.state, reader.length = reader.automaton.step(reader.state, reader.length, token)
-            reader.num_read = len(sequence.known_token_ids)
         return lookup.readers
 
     def _contexts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -19,7 +20,7 @@ from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
 from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
 from outrider.server.thoughts import CHANNELS, ThoughtForm
-from outrider.server.tool_forms import ToolForm, tells_thoughts, tool_form
+from outrider.server.tool_forms import FORMS, ToolForm, tells_thoughts, tool_form
 from outrider.server.tool_grammars import calls_grammar
 from outrider.server.tool_reader import BARE_NAME, MOST
 from outrider.server.tools import ToolUse, special_marks
@@ -100,6 +101,29 @@ def encode(asked: ChatRequest, prompts: PromptEncoder) -> tuple[int, ...]:
             **settings,
         }  # a template that does not know it passes it over
     return prompts.encode_conversation(conversation(asked.messages), tools=tools, **settings)[1]
+
+
+#: Characters of the latest messages that an answer may quote as JSON. They are encoded with each request.
+_QUOTED = 32_768
+
+
+def quotable(asked: ChatRequest, tools: ToolUse | None) -> tuple[str, ...]:
+    """What users and tools said, the latest first, as it reads within JSON.
+
+    The arguments of a call and an answer with a structure quote it so: where an agent writes a file that it has read, each
+    of its line ends is written with a backslash, and other tokens stand beside it than in the prompt.
+    """
+    if (tools is None or FORMS[tools.form].is_raw or not tools.schemas) and answer_schema(asked) is None:
+        return ()
+    found, room = [], _QUOTED
+    for message in reversed(conversation(asked.messages)):
+        text = message.get("content") or ""
+        text = (text if isinstance(text, str) else "\n".join(part.get("text", "") for part in text))[:room]
+        quoted = json.dumps(text, ensure_ascii=False)[1:-1]
+        if message["role"] in ("user", "tool") and quoted != text:
+            found.append(quoted)
+            room -= len(text)
+    return tuple(found)
 
 
 def wanted_tools(asked: ChatRequest) -> bool:

@@ -16,7 +16,7 @@ from outrider.prompts import PromptEncoder
 from outrider.propose.ngram import Prediction
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.propose.tree import MAX_ROWS
-from outrider.server.chat import answer_schema, encode, forced_calls, tool_use
+from outrider.server.chat import answer_schema, encode, forced_calls, quotable, tool_use
 from outrider.server.errors import ApiError
 from outrider.server.schemas import MAX_LOGPROBS, SAME, ChatRequest, CommonRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
@@ -133,6 +133,7 @@ class Job:
     is_recorded: bool = False  # whether somebody else than the client wants to know of its rounds
     thoughts: ThoughtUse | None = None  # how thoughts before the answers are heard; None where there are none
     tools: ToolUse | None = None  # how calls of tools, and thoughts, are heard in the texts; None where there are none
+    references: tuple[str, ...] = ()  # texts that the answers may quote in this form, which the prompts do not have
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -151,6 +152,7 @@ class Job:
             "namespace": self.namespace,
             "trace": bool(self.asked.trace) or self.is_recorded,
             "prediction": self.asked.predicted,
+            "references": self.references,
             "priority": self.asked.priority or 0,
             "shown_tokens": tuple(token for use in (self.tools, self.thoughts) if use is not None for token in use.shown),
         }
@@ -177,6 +179,7 @@ class JobMaker:
         room = self.longest - begun
         params = sampling(asked, self.defaults, room, self.settings)
         tools, thoughts = None, None
+        references: tuple[str, ...] = ()
         if isinstance(asked, ChatRequest):
             tokenizer, form = self.prompts.tokenizer, self.settings.reasoning_parser
             tools = tool_use(asked, self.prompts, self.settings.tool_parser, form)
@@ -184,9 +187,19 @@ class JobMaker:
                 template, is_free = template_of(tokenizer, tools=bool(asked.tools)), not _guided(asked)
                 thoughts = thought_use(template, found[0].token_ids, tokenizer, is_free=is_free, form=form)
             params = self._with_structure(asked, tools, thoughts, params)
+            references = quotable(asked, tools)
         speculation = self.allowed.of(asked.speculation, predicted=asked.predicted is not None)
-        is_silent = asked.max_tokens == 0
-        return Job(asked, found, params, speculation, namespace, is_silent=is_silent, thoughts=thoughts, tools=tools)
+        return Job(
+            asked,
+            found,
+            params,
+            speculation,
+            namespace,
+            is_silent=asked.max_tokens == 0,
+            thoughts=thoughts,
+            tools=tools,
+            references=references,
+        )
 
     def _with_structure(
         self, asked: ChatRequest, tools: ToolUse | None, thoughts: ThoughtUse | None, params: SamplingParams

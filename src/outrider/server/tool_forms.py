@@ -380,6 +380,7 @@ class Form:
     marks: tuple[str, ...] = ()  # further signs of the form, which a tokenizer may have as special tokens
     at_start: bool = False  # whether a text may begin with a call that has no mark
     is_whole: bool = False  # whether a text with calls is nothing but calls
+    is_raw: bool = False  # whether texts among the arguments are written as they are, and not as JSON or Python write them
     # What a text may end with which is no text then, where the marks in it are special tokens.
     begun: re.Pattern[str] | None = None
     # What a chat template that teaches this form holds: one of these, each a part or several of them.
@@ -408,13 +409,15 @@ FORMS: dict[ToolForm, Form] = {
         _gemma,
         opens=("<|tool_call>", "<start_function_call>"),
         marks=("<tool_call|>", "<end_function_call>", '<|"|>', "<escape>"),
+        is_raw=True,
         taught=(("<|tool_call>call:",), ("<start_function_call>call:",)),
     ),
-    "glm": Form(partial(_tagged, GLM), opens=_TOOL_CALL[:1], marks=_TOOL_CALL, taught=(("<arg_key>",),)),
+    "glm": Form(partial(_tagged, GLM), opens=_TOOL_CALL[:1], marks=_TOOL_CALL, is_raw=True, taught=(("<arg_key>",),)),
     "qwen": Form(
         partial(_tagged, QWEN),
         opens=("<tool_call>", "<function="),
         marks=_TOOL_CALL,
+        is_raw=True,
         taught=(("<tool_call>", "<function=", "<parameter="),),
     ),
     "hermes": Form(_hermes, opens=_TOOL_CALL[:1], marks=_TOOL_CALL, taught=(("<tool_call>", '"arguments"'),)),

@@ -273,7 +273,8 @@ class EngineProof:
                 proposer.restore(state)
             engine.drafting.script(_COSTS, ScriptedClock(), holds=1)
             predicted = setting.prediction or None
-            how: dict[str, Any] = {"speculation": config, "prediction": predicted, "namespace": setting.namespace}
+            given = {"prediction": predicted, "references": setting.references}
+            how: dict[str, Any] = {"speculation": config, "namespace": setting.namespace, **given}
             for output in self.llm.generate([self.prompt] * count, params, **how):
                 if output.error is not None:
                     raise output.error

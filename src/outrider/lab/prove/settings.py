@@ -23,6 +23,7 @@ class Setting:
     # Every text that the requested structure admits. It needs a pair of models with a tokenizer.
     language: tuple[str, ...] = ()
     prediction: tuple[int, ...] = ()  # the tokens that the caller predicts
+    references: tuple[tuple[int, ...], ...] = ()  # the texts that the output may quote
     namespace: str | None = None  # whose prompts and texts these are
     # A token behind which no further draw of a draft succeeds, so that the proposer raises; None plants no such fault.
     fails_behind: int | None = None
@@ -188,6 +189,8 @@ SETTINGS = (
     Setting("suffix", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}),
     Setting("suffix, seeded", {"method": "suffix", "num_draft_tokens": 2, "min_match": 1}, {"seed": 4}),
     Setting("suffix, branches", BRANCHING),
+    Setting("suffix, references", BRANCHING, references=((0, 1, 2, 0), (2, 2, 1))),
+    Setting("suffix, references, seeded", BRANCHING, {"seed": 4}, references=((0, 1, 2, 0), (2, 2, 1))),
     Setting("suffix, shared texts", SHARED),
     Setting("suffix, shared texts, two samples", SHARED, {"n": 2, "max_tokens": 2}),
     Setting("token recycling", RECYCLED),

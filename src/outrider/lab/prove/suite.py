@@ -201,7 +201,8 @@ class _Pair:
 # --- The proofs of one method: the joint distribution of the engine's text, identical texts, and a KV memory that is true.
 
 
-#: What the caller predicts in every setting, over a vocabulary of three tokens; only the method `prediction` reads it.
+#: What the caller predicts in every setting, over a vocabulary of three tokens, and what the text may quote; only the
+#: methods `prediction` and `suffix` read it.
 PREDICTION = (1, 0, 1, 2)
 #: The draft model of a method, of its drafter, of that one's drafter, and so on; neighbours are models of other laws.
 _STAGES: tuple[dict[str, Any], ...] = (
@@ -265,7 +266,7 @@ def method_settings(asked: Mapping[str, Any]) -> list[Setting]:
             found.append(Setting("Sequoia's tree", {**method, "tree": "sequoia", "num_draft_tokens": 3}))
     if kind is not None and kind.candidates is not None:
         found = [setting for setting in found if not setting.turns]  # a planner names who drafts, and never the engine
-    return [replace(setting, prediction=PREDICTION) for setting in found]
+    return [replace(setting, prediction=PREDICTION, references=(PREDICTION,)) for setting in found]
 
 
 def _doubting(settings: Any) -> Any:
