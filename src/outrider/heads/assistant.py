@@ -266,27 +266,29 @@ def _sources(config: AssistantConfig, target: Target) -> dict[str, int]:
 def open_assistant(folder: str, target: Target) -> Assistant:
     """The assistant in a folder or a GGUF file beside its target; HeadMismatchError where it was made for another one."""
     config = read_assistant_config(folder)
-    for field, value, found in (
-        ("hidden_size", config.target_hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-    ):
-        if value != found:
-            problem = f"it was made for a target with {field}={value}, and {target.name!r} has {found}"
-            raise HeadMismatchError(folder, problem, _OTHER, field, value, found)
-    _check_kind(config, target)
+    check_target(config, target.name, target.config, target.vocab_size)
     network = AssistantNetwork(config)
     _load(config, network, read_gguf_assistant_tensors(folder) if is_gguf(folder) else read_tensors(folder))
     return Assistant(config, network.eval().requires_grad_(False).to(target.device, target.dtype), target)
 
 
-def _check_kind(config: AssistantConfig, target: Target) -> None:
-    own = str(config.layers.model_type)
-    if not target.model_type.startswith("gemma4"):
-        problem = f"it reads keys and values of a Gemma 4, and {target.name!r} is a {target.model_type}"
-        raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, target.model_type)
-    if ("unified" in own) != ("unified" in target.model_type):
-        problem = f"it was made for a target of {own}, and {target.name!r} is a {target.model_type}"
-        raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, target.model_type)
+def check_target(config: AssistantConfig, name: str, decoder: Any, vocab_size: int) -> None:
+    """Raise HeadMismatchError where an assistant was made for another target than that of this name, whose decoder has this
+    configuration. GGUF files do not tell unified models from the others."""
+    for field, value, found in (
+        ("hidden_size", config.target_hidden_size, decoder.hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+    ):
+        if value != found:
+            problem = f"it was made for a target with {field}={value}, and {name!r} has {found}"
+            raise HeadMismatchError(config.folder, problem, _OTHER, field, value, found)
+    own, kind = str(config.layers.model_type), str(decoder.model_type)
+    if not kind.startswith("gemma4"):
+        problem = f"it reads keys and values of a Gemma 4, and {name!r} is a {kind}"
+        raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, kind)
+    if own != kind and not is_gguf(config.folder) and not is_gguf(name):
+        problem = f"it was made for a target of {own}, and {name!r} is a {kind}"
+        raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, kind)
 
 
 def _load(config: AssistantConfig, network: AssistantNetwork, tensors: Mapping[str, HeadTensor]) -> None:
