@@ -32,7 +32,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from outrider.heads.assistant import TYPES as ASSISTANTS
 from outrider.kernels.library import kernel_library
 from outrider.loading import hf_modules
 from outrider.loading.gguf.architecture import ARCHITECTURES
@@ -88,7 +87,7 @@ def kinds() -> list[str]:
 
 def judge(kind: str) -> Probed:
     """Build one type and probe it."""
-    if kind in ASSISTANTS:
+    if kind in hf_modules.ASSISTANTS:
         return Probed(kind, "refused", "an assistant, which reads the keys and values of a target")
     default = CONFIG_MAPPING[kind]()
     if hf_modules.has_encoder(default) and not hf_modules.reads_text(default):

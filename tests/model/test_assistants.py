@@ -41,7 +41,7 @@ ASSISTANTS: dict[str, dict[str, Any]] = {
 }
 LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 #: Types of text models, and the types of assistants beside them.
-KINDS = {text: kind for kind, text in heads.TYPES.items()}
+KINDS = {text: kind for kind, text in hf_modules.ASSISTANTS.items()}
 #: How targets differ from checkpoints of their types: layers before those that are read keep keys and values of their own,
 #: and texts are not the same token again and again.
 TARGETS: dict[str, dict[str, Any]] = {
@@ -409,6 +409,11 @@ def test_an_assistant_of_the_other_type_is_refused_by_its_field(made: Made, tmp_
     assert (caught.value.field, caught.value.needed, caught.value.found) == ("model_type", made.other, made.kind)
     file.touch()
     heads.check_target(heads.read_assistant_config(folder), str(file), made.oracle.model.config, VOCAB_SIZE)
+
+
+def test_an_assistant_is_refused_as_a_target(made: Made) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"an assistant of type '{KINDS[made.kind]}'.* as draft_model"):
+        LLM(made.folders["clusters"])
 
 
 def test_doctor_offers_what_lies_beside_a_target(made: Made, tmp_path: Path) -> None:

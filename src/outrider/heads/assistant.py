@@ -20,6 +20,7 @@ from outrider.heads.lone import SeenContext, attend_alone, layer_config
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import attempt, exclusive_transformers
 from outrider.loading.gguf.header import is_gguf
+from outrider.loading.hf_modules import ASSISTANTS
 from outrider.model import hf
 from outrider.model.attention import Scores
 from outrider.model.runner import upcast_logits
@@ -28,8 +29,6 @@ from outrider.model.target import Target
 # --- The description of an assistant: a configuration around one of Gemma 4's text models, all of whose layers share.
 
 
-#: Types of assistants, and the types of text models that they hold.
-TYPES = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 _OTHER = "Use the assistant that was published with this target."
 _DOWNLOAD = "Download the assistant again."
 
@@ -50,20 +49,20 @@ def is_assistant(folder: str) -> bool:
     """Tells if a folder or a GGUF file holds an assistant."""
     if is_gguf(folder):
         return is_gguf_assistant(folder)
-    return (Path(folder) / CONFIG).is_file() and read_config(folder).get("model_type") in TYPES
+    return (Path(folder) / CONFIG).is_file() and read_config(folder).get("model_type") in ASSISTANTS
 
 
 def read_assistant_config(folder: str) -> AssistantConfig:
     """The description in a folder or a GGUF file."""
     mapping = read_gguf_assistant(folder) if is_gguf(folder) else read_config(folder)
     kind = mapping.get("model_type")
-    if kind not in TYPES:
-        problem, remedy = "it is no assistant of Gemma 4", f"Use a folder whose model_type is {' or '.join(TYPES)}."
+    if kind not in ASSISTANTS:
+        problem, remedy = "it is no assistant of Gemma 4", f"Use a folder whose model_type is {' or '.join(ASSISTANTS)}."
         raise refused(folder, "model_type", kind, problem, remedy)
     inner = mapping.get("text_config")
     if not isinstance(inner, Mapping):
         raise refused(folder, "text_config", inner, "it describes no layers", _DOWNLOAD)
-    layers = _layers(folder, TYPES[kind], dict(inner))
+    layers = _layers(folder, ASSISTANTS[kind], dict(inner))
     sizes = {"backbone_hidden_size": mapping.get("backbone_hidden_size"), "vocab_size": layers.vocab_size}
     clusters = (0, 0)
     if mapping.get("use_ordered_embeddings"):
