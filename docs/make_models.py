@@ -59,6 +59,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0, "embedding_size": 32, "word_embed_proj_dim": 32, "rotary_dim": 4, "layer_types": None,
     "linear_head_dim": 8, "linear_num_heads": 4, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8,
     "mamba_d_ssm": 64, "d_kv": 8, "num_decoder_layers": 3, "decoder_start_token_id": 1,
+    "vocab_size_per_layer_input": 61,
 }  # fmt: skip
 
 
@@ -86,6 +87,8 @@ def kinds() -> list[str]:
 
 def judge(kind: str) -> Probed:
     """Build one type and probe it."""
+    if kind in hf_modules.ASSISTANTS:
+        return Probed(kind, "refused", "an assistant, which reads the keys and values of a target")
     default = CONFIG_MAPPING[kind]()
     if hf_modules.has_encoder(default) and not hf_modules.reads_text(default):
         return Probed(kind, "refused", "an encoder-decoder whose encoder reads no text")
@@ -165,9 +168,11 @@ def _composite(kind: str) -> Any:
 
 
 def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's values with small sizes, in its parts too."""
+    """A configuration's values with small sizes, in its parts too. Types of layers say what differs in some."""
     shrunk = {}
     for name, value in values.items():
+        if name == "per_layer_config":
+            continue  # it numbers the layers of the whole model
         if isinstance(value, dict) and "model_type" in value:
             shrunk[name] = _shrunk(value)
         else:
@@ -235,13 +240,13 @@ Of the paged ones, {sum(v.fused for v in found)} are fused too.
 - **gather**: the portable backend gives these logits, and the fast one does not, for the reason given.
 - **refused**: neither backend gives them; or the model keeps a running state in a way that is not known here, so that
   rejected draft tokens would corrupt it; or it is an encoder alone, or its
-  encoder reads no text.
+  encoder reads no text; or it is an assistant, which drafts beside a target and writes no text alone.
 - **not built**: the small random model could not be made from the configuration alone. A real checkpoint is probed at load
   like any other.
 
 Of models that read pictures, too, the language model is loaded alone, for text: `mistral3`, `qwen2_vl`, `qwen2_5_vl` and
-`qwen3_vl` as the Mistral, Qwen2 and Qwen3 that they are (not where their weights are quantised), `gemma3` and `qwen3_5` as
-they are listed. Others are refused by their type.
+`qwen3_vl` as the Mistral, Qwen2 and Qwen3 that they are (not where their weights are quantised), `gemma3`, `gemma4`,
+`gemma4_unified` and `qwen3_5` as they are listed. Others are refused by their type.
 
 {_families()}
 

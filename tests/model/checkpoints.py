@@ -267,6 +267,14 @@ _IN_FILES: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size_per_layer_input": VOCAB_SIZE,
         },
     ),
+    # As published: no layer reads another's keys and values, and layers without a window have one head for both.
+    "gemma4_unified_text": (
+        "Gemma4UnifiedTextConfig",
+        {
+            "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW, "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
     "minimax_m2": ("MiniMaxM2Config", {**_EXPERTS, "head_dim": 8, "intermediate_size": 16, "rotary_dim": 4}),
     "dots1": ("Dots1Config", {**_ROUTED, "head_dim": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}),
     "exaone4": ("Exaone4Config", {"head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 4}),

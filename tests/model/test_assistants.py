@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from outrider import LLM, Gemma4Assistant, Ngram, SpeculationConfig
 from outrider.engine.drafting.planning import as_requested
@@ -24,6 +24,7 @@ from outrider.heads import assistant as heads
 from outrider.lab.cli.doctor import _facts
 from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
+from outrider.loading import hf_modules
 from outrider.propose import assistant
 from outrider.propose.defaults import _drafter_at as drafter_at
 from tests.model import checkpoints
@@ -38,7 +39,23 @@ ASSISTANTS: dict[str, dict[str, Any]] = {
     "all tokens": {},
     "clusters": {"use_ordered_embeddings": True, "num_centroids": VOCAB_SIZE, "centroid_intermediate_top_k": 9},
 }
-TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+#: Types of text models, and the types of assistants beside them.
+KINDS = {text: kind for kind, text in hf_modules.ASSISTANTS.items()}
+#: How targets differ from checkpoints of their types: layers before those that are read keep keys and values of their own,
+#: and texts are not the same token again and again.
+TARGETS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"num_kv_shared_layers": 1},
+    "gemma4_unified_text": {"tie_word_embeddings": False},
+}
+#: What makes the parts that see small.
+EYES: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
+    },
+    "gemma4_unified_text": {"mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 16},
+}  # fmt: skip
 
 
 def _all_share(config: Any) -> list[str | None]:
@@ -49,13 +66,17 @@ def _all_share(config: Any) -> list[str | None]:
 @contextmanager
 def mended_configurations() -> Iterator[None]:
     """A block in which transformers 5.23 builds assistants, as other versions do."""
-    with pytest.MonkeyPatch.context() as patch:
-        stock: Any = Gemma4TextConfig.kv_sharing_modes
 
+    def mended(stock: Any) -> property:
         def modes(config: Any) -> Any:
             return _all_share(config) if config.num_kv_shared_layers == config.num_hidden_layers else stock.fget(config)
 
-        patch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(modes))
+        return property(modes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in KINDS:
+            text = CONFIG_MAPPING[kind]
+            patch.setattr(text, "kv_sharing_modes", mended(text.kv_sharing_modes))
         yield
 
 
@@ -66,23 +87,26 @@ def _mended() -> Iterator[None]:
         yield
 
 
-def save_assistant(folder: Path, path: str, seed: int = 5, **fields: Any) -> str:
-    """Write an assistant with random weights for a target; returns its folder."""
+def save_assistant(folder: Path, path: str, seed: int = 5, kind: str | None = None, **fields: Any) -> str:
+    """Write an assistant with random weights for a target, or for one of another type; returns its folder."""
     torch.manual_seed(seed)
-    target = json.loads((Path(path) / "config.json").read_text())
-    alike = ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
-    text = Gemma4TextConfig(
-        vocab_size=target["vocab_size"], hidden_size=24, intermediate_size=32, num_hidden_layers=len(TYPES),
-        layer_types=TYPES, sliding_window=WINDOW, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0,
-        num_kv_shared_layers=len(TYPES), global_head_dim=16, **{name: target[name] for name in alike},
+    target = AutoConfig.from_pretrained(path).get_text_config()
+    kind, every = kind or target.model_type, hf_modules.key_heads(target)
+    narrow, wide = (every[target.layer_types.index(layer)] for layer in ("sliding_attention", "full_attention"))
+    alike = ("vocab_size", "num_attention_heads", "rope_parameters", "attention_k_eq_v")
+    of_tokens = ("hidden_size_per_layer_input", "vocab_size_per_layer_input") if kind == "gemma4_text" else ()
+    text = AutoConfig.for_model(
+        kind, hidden_size=24, intermediate_size=32, num_hidden_layers=len(LAYER_TYPES), layer_types=LAYER_TYPES,
+        sliding_window=WINDOW, num_kv_shared_layers=len(LAYER_TYPES), num_key_value_heads=narrow.num,
+        head_dim=narrow.width, num_global_key_value_heads=wide.num, global_head_dim=wide.width,
+        **dict.fromkeys(of_tokens, 0), **{name: getattr(target, name) for name in alike},
     )  # fmt: skip
-    model = Gemma4AssistantForCausalLM(
-        Gemma4AssistantConfig(text_config=text, backbone_hidden_size=target["hidden_size"], **fields)
-    )
+    config = AutoConfig.for_model(KINDS[kind], text_config=text, backbone_hidden_size=target.hidden_size, **fields)
+    model: Any = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.1 if "norm" in name else 0.3)
     if model.masked_embedding is not None:
-        model.masked_embedding.token_ordering.copy_(torch.randperm(target["vocab_size"]))
+        model.masked_embedding.token_ordering.copy_(torch.randperm(target.vocab_size))
     model.save_pretrained(folder)
     return str(folder)
 
@@ -92,7 +116,9 @@ class Reference:
 
     def __init__(self, folder: str, target: Any, dtype: torch.dtype = torch.float64) -> None:
         self.target = target
-        self.model = Gemma4AssistantForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        for layer in _last_of_its_type(target):  # transformers 5.23 keeps what they have for layers of the target alone
+            layer.self_attn.store_full_length_kv = True
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self.model.set_attn_implementation("eager")
 
     @torch.no_grad()
@@ -111,6 +137,12 @@ class Reference:
             state = found.last_hidden_state
         logits: Tensor = found.logits[0, 0]
         return logits
+
+
+def _last_of_its_type(target: Any) -> Iterable[Any]:
+    """The layers whose keys and values an assistant reads."""
+    own = (layer for layer in target.get_decoder().layers if not layer.self_attn.is_kv_shared_layer)
+    return {layer.self_attn.layer_type: layer for layer in own}.values()
 
 
 class Watch:
@@ -139,9 +171,15 @@ class Watch:
 class Made(NamedTuple):
     """A target and assistants of it."""
 
+    kind: str
     path: str
     oracle: Oracle
     folders: dict[str, str]
+
+    @property
+    def other(self) -> str:
+        """The type of text models that its assistants do not fit."""
+        return next(kind for kind in KINDS if kind != self.kind)
 
     def way(self, name: str, **settings: Any) -> SpeculationConfig:
         settings = settings if "tree" in settings else {"num_draft_tokens": 3, **settings}
@@ -151,13 +189,12 @@ class Made(NamedTuple):
         return Reference(self.folders[name], self.oracle.model)
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+@pytest.fixture(scope="module", params=KINDS)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("assistants")
-    path = checkpoints.save("gemma4_text", folder / "target", seed=3)
-    oracle = Oracle(path)
+    path = checkpoints.save(request.param, folder / "target", seed=3, **TARGETS[request.param])
     folders = {name: save_assistant(folder / name, path, **how) for name, how in ASSISTANTS.items()}
-    return Made(path, oracle, folders)
+    return Made(request.param, path, Oracle(path), folders)
 
 
 # -- what is drafted ---------------------------------------------------------------------------------------------------
@@ -203,6 +240,24 @@ def test_a_draft_behind_another_proposers_takes_in_its_tokens(made: Made, monkey
     assert watch.worst <= BOUND
     assert watch.deepest == 4
     assert texts(outputs) == texts(llm.generate(PROMPTS, GREEDY, speculation="none"))
+
+
+def test_a_target_that_reads_pictures_too_lends_what_its_language_model_keeps(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = made.oracle.model
+    said = text.config.to_dict() | {"pad_token_id": 0}  # which stands for pictures, too
+    parts = {"text_config": said, "vision_config": EYES[made.kind], "tie_word_embeddings": said["tie_word_embeddings"]}
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(made.kind.removesuffix("_text"), **parts)).double()
+    whole.get_decoder().load_state_dict(text.get_decoder().state_dict())
+    whole.get_output_embeddings().load_state_dict(text.get_output_embeddings().state_dict())
+    whole.save_pretrained(tmp_path)
+    watch, llm = Watch(made.reference("all tokens"), monkeypatch), load(made._replace(path=str(tmp_path)))
+    outputs = llm.generate(PROMPTS, GREEDY, speculation=made.way("all tokens"))
+    assert faults(outputs) == 0
+    assert watch.worst <= BOUND
+    assert watch.num_rows > 20
+    assert texts(outputs) == texts(load(made).generate(PROMPTS, GREEDY, speculation="none"))
 
 
 def test_it_runs_in_the_precision_of_its_target(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +319,18 @@ def _has_no_window(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(heads.Assistant, "look", look)
 
 
+def _reads_an_earlier_layer(patch: pytest.MonkeyPatch) -> None:
+    stock = heads._sources
+
+    def sources(config: Any, target: Any) -> dict[str, int]:
+        found = stock(config, target)
+        return found | {"sliding_attention": found["sliding_attention"] - 2}
+
+    patch.setattr(heads, "_sources", sources)
+
+
 @pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
-@pytest.mark.parametrize("plant", [_moves_on, _has_no_window])
+@pytest.mark.parametrize("plant", [_moves_on, _has_no_window, _reads_an_earlier_layer])
 def test_control_an_assistant_that_reads_something_else_is_seen(
     made: Made, plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,9 +375,8 @@ def test_a_configuration_that_cannot_be_is_refused(
 
 
 def test_an_assistant_that_does_not_belong_is_refused(made: Made, tmp_path: Path) -> None:
-    wide, short, twice, unified = (
-        save_assistant(tmp_path / name, made.path, **ASSISTANTS["clusters"])
-        for name in ("wide", "short", "twice", "unified")
+    wide, short, twice = (
+        save_assistant(tmp_path / name, made.path, **ASSISTANTS["clusters"]) for name in ("wide", "short", "twice")
     )
     change(wide, _set(backbone_hidden_size=99))
     exchange(short, "post_projection.weight", None)
@@ -320,13 +384,11 @@ def test_an_assistant_that_does_not_belong_is_refused(made: Made, tmp_path: Path
     tensors = load_file(file)
     tensors["masked_embedding.token_ordering"][0] = tensors["masked_embedding.token_ordering"][1]
     save_file(tensors, file, {"format": "pt"})
-    change(unified, _set(model_type="gemma4_unified_assistant"))
     llm = load(made)
     for folder, kind, told in (
         (wide, HeadMismatchError, "it was made for a target with hidden_size=99"),
         (short, ModelLoadError, "it has no tensor post_projection.weight"),
         (twice, ModelLoadError, "names a token twice"),
-        (unified, HeadMismatchError, "it was made for a target of gemma4_unified_text"),
     ):
         with pytest.raises(kind) as caught:
             llm.generate([1, 2, 3], GREEDY, speculation=SpeculationConfig(method=Gemma4Assistant(model=folder)))
@@ -339,6 +401,21 @@ def test_an_assistant_that_does_not_belong_is_refused(made: Made, tmp_path: Path
     assert "is a llama" in caught.value.problem
 
 
+def test_an_assistant_of_the_other_type_is_refused_by_its_field(made: Made, tmp_path: Path) -> None:
+    """But beside a target from a GGUF file, which does not tell one type from the other."""
+    folder, file = save_assistant(tmp_path / "other", made.path, kind=made.other), tmp_path / "target.gguf"
+    with pytest.raises(HeadMismatchError) as caught:
+        load(made).generate([1, 2, 3], GREEDY, speculation=SpeculationConfig(method=Gemma4Assistant(model=folder)))
+    assert (caught.value.field, caught.value.needed, caught.value.found) == ("model_type", made.other, made.kind)
+    file.touch()
+    heads.check_target(heads.read_assistant_config(folder), str(file), made.oracle.model.config, VOCAB_SIZE)
+
+
+def test_an_assistant_is_refused_as_a_target(made: Made) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"an assistant of type '{KINDS[made.kind]}'.* as draft_model"):
+        LLM(made.folders["clusters"])
+
+
 def test_doctor_offers_what_lies_beside_a_target(made: Made, tmp_path: Path) -> None:
     """An assistant that fits, and a head that names the target; and nothing else."""
     target = str(tmp_path / "models" / "gemma")
@@ -346,6 +423,7 @@ def test_doctor_offers_what_lies_beside_a_target(made: Made, tmp_path: Path) -> 
     own = save_assistant(tmp_path / "models" / "gemma-assistant", target)
     wide = save_assistant(tmp_path / "models" / "other-assistant", target)
     change(wide, _set(backbone_hidden_size=99))
+    save_assistant(tmp_path / "models" / "foreign-assistant", target, kind=made.other)
     (tmp_path / "models" / "broken").mkdir()
     (tmp_path / "models" / "broken" / "config.json").write_text("{")
     llama = checkpoints.save("llama", tmp_path / "models" / "llama", seed=3, layers=LAYERS)

@@ -20,6 +20,7 @@ from outrider.heads.lone import SeenContext, attend_alone, layer_config
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import attempt, exclusive_transformers
 from outrider.loading.gguf.header import is_gguf
+from outrider.loading.hf_modules import ASSISTANTS
 from outrider.model import hf
 from outrider.model.attention import Scores
 from outrider.model.runner import upcast_logits
@@ -28,8 +29,6 @@ from outrider.model.target import Target
 # --- The description of an assistant: a configuration around one of Gemma 4's text models, all of whose layers share.
 
 
-#: Types of assistants, and the types of text models that they hold.
-TYPES = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 _OTHER = "Use the assistant that was published with this target."
 _DOWNLOAD = "Download the assistant again."
 
@@ -50,20 +49,20 @@ def is_assistant(folder: str) -> bool:
     """Tells if a folder or a GGUF file holds an assistant."""
     if is_gguf(folder):
         return is_gguf_assistant(folder)
-    return (Path(folder) / CONFIG).is_file() and read_config(folder).get("model_type") in TYPES
+    return (Path(folder) / CONFIG).is_file() and read_config(folder).get("model_type") in ASSISTANTS
 
 
 def read_assistant_config(folder: str) -> AssistantConfig:
     """The description in a folder or a GGUF file."""
     mapping = read_gguf_assistant(folder) if is_gguf(folder) else read_config(folder)
     kind = mapping.get("model_type")
-    if kind not in TYPES:
-        problem, remedy = "it is no assistant of Gemma 4", f"Use a folder whose model_type is {' or '.join(TYPES)}."
+    if kind not in ASSISTANTS:
+        problem, remedy = "it is no assistant of Gemma 4", f"Use a folder whose model_type is {' or '.join(ASSISTANTS)}."
         raise refused(folder, "model_type", kind, problem, remedy)
     inner = mapping.get("text_config")
     if not isinstance(inner, Mapping):
         raise refused(folder, "text_config", inner, "it describes no layers", _DOWNLOAD)
-    layers = _layers(folder, TYPES[kind], dict(inner))
+    layers = _layers(folder, ASSISTANTS[kind], dict(inner))
     sizes = {"backbone_hidden_size": mapping.get("backbone_hidden_size"), "vocab_size": layers.vocab_size}
     clusters = (0, 0)
     if mapping.get("use_ordered_embeddings"):
@@ -266,27 +265,29 @@ def _sources(config: AssistantConfig, target: Target) -> dict[str, int]:
 def open_assistant(folder: str, target: Target) -> Assistant:
     """The assistant in a folder or a GGUF file beside its target; HeadMismatchError where it was made for another one."""
     config = read_assistant_config(folder)
-    for field, value, found in (
-        ("hidden_size", config.target_hidden_size, target.hidden_size),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-    ):
-        if value != found:
-            problem = f"it was made for a target with {field}={value}, and {target.name!r} has {found}"
-            raise HeadMismatchError(folder, problem, _OTHER, field, value, found)
-    _check_kind(config, target)
+    check_target(config, target.name, target.config, target.vocab_size)
     network = AssistantNetwork(config)
     _load(config, network, read_gguf_assistant_tensors(folder) if is_gguf(folder) else read_tensors(folder))
     return Assistant(config, network.eval().requires_grad_(False).to(target.device, target.dtype), target)
 
 
-def _check_kind(config: AssistantConfig, target: Target) -> None:
-    own = str(config.layers.model_type)
-    if not target.model_type.startswith("gemma4"):
-        problem = f"it reads keys and values of a Gemma 4, and {target.name!r} is a {target.model_type}"
-        raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, target.model_type)
-    if ("unified" in own) != ("unified" in target.model_type):
-        problem = f"it was made for a target of {own}, and {target.name!r} is a {target.model_type}"
-        raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, target.model_type)
+def check_target(config: AssistantConfig, name: str, decoder: Any, vocab_size: int) -> None:
+    """Raise HeadMismatchError where an assistant was made for another target than that of this name, whose decoder has this
+    configuration. GGUF files do not tell unified models from the others."""
+    for field, value, found in (
+        ("hidden_size", config.target_hidden_size, decoder.hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+    ):
+        if value != found:
+            problem = f"it was made for a target with {field}={value}, and {name!r} has {found}"
+            raise HeadMismatchError(config.folder, problem, _OTHER, field, value, found)
+    own, kind = str(config.layers.model_type), str(decoder.model_type)
+    if not kind.startswith("gemma4"):
+        problem = f"it reads keys and values of a Gemma 4, and {name!r} is a {kind}"
+        raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, kind)
+    if own != kind and not is_gguf(config.folder) and not is_gguf(name):
+        problem = f"it was made for a target of {own}, and {name!r} is a {kind}"
+        raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, kind)
 
 
 def _load(config: AssistantConfig, network: AssistantNetwork, tensors: Mapping[str, HeadTensor]) -> None:

@@ -111,9 +111,12 @@ def check_decoder(name: str, hf_config: Any) -> None:
 
 def _check_writes_text(name: str, hf_config: Any) -> None:
     """Raise UnsupportedModelError for a checkpoint of a type of which transformers makes no causal language model."""
+    kind = getattr(hf_config, "model_type", type(hf_config).__name__)
+    if kind in hf_modules.ASSISTANTS:
+        problem = f"it is an assistant of type {kind!r}, which drafts for a target and writes no text alone"
+        raise UnsupportedModelError(name, problem, "Give its target as the model, and this folder as draft_model.")
     if hf_modules.has_encoder(hf_config) or hf_modules.is_causal(hf_config):
         return
-    kind = getattr(hf_config, "model_type", type(hf_config).__name__)
     if any(hasattr(hf_config, f"{sense}_config") for sense in ("vision", "audio")) and hasattr(hf_config, "text_config"):
         problem = f"it is a multimodal model of type {kind!r}, and of these only some are loaded here, for text alone"
         raise UnsupportedModelError(name, problem, "Give its language model in a folder of its own, or Gemma 3.")

@@ -215,6 +215,8 @@ def is_causal(config: Any) -> bool:
     return "AutoModelForCausalLM" in brought or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
+#: Types of assistants of Gemma 4, which write nothing without a target, and the types of the text models that they hold.
+ASSISTANTS = {"gemma4_assistant": "gemma4_text", "gemma4_unified_assistant": "gemma4_unified_text"}
 #: Types of models that read pictures, too, and the types of their language models; None where the part says its own.
 _LANGUAGE_MODELS = {"mistral3": None, "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 #: The names of a language model's tensors in files of such models, older and newer ones, and alone.

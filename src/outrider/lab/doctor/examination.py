@@ -14,7 +14,7 @@ from outrider.building import num_prediction_layers
 from outrider.config import ModelConfig
 from outrider.errors import ModelError, OutriderError, ProposerError
 from outrider.govern.costs import Curve
-from outrider.heads.assistant import is_assistant, read_assistant_config
+from outrider.heads.assistant import check_target, is_assistant, read_assistant_config
 from outrider.heads.formats.published import method_at, read_head_config
 from outrider.kernels.library import kernels_problem
 from outrider.lab.doctor.measure import Writing, pass_seconds, shifts, write
@@ -109,14 +109,13 @@ def drafts_beside(loaded: LoadedModel) -> list[str]:
             continue
         try:
             if is_assistant(str(other)):
-                assistant = read_assistant_config(str(other))
-                sizes = (assistant.target_hidden_size, assistant.vocab_size)
-                fits = sizes == (config.hidden_size, loaded.vocab_size) and config.model_type.startswith("gemma4")
+                check_target(read_assistant_config(str(other)), loaded.name, config, loaded.vocab_size)
+                fits = True
             else:
                 head = read_head_config(str(other)) if method_at(str(other)) is not None else None
                 fits = head is not None and Path(head.verifier).name == path.resolve().name
         except OutriderError:
-            continue  # something else lies there, or something that cannot be read
+            continue  # something else lies there, an assistant of another target, or what cannot be read
         found += [str(other)] if fits else []
     return found
 
