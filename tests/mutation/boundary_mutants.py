@@ -103,6 +103,13 @@ BOUNDARY_MUTANTS = (
         "lies_are_seen",
     ),
     _mutant(
+        "draws of all drafts at once are what proposers say",
+        "propose/host.py",
+        "return all(same and _number_problem(",
+        "return all(_number_problem(",
+        "lies_are_seen",
+    ),
+    _mutant(
         "a token may be left out of a draft",
         "propose/base.py",
         "if told.get(path) != tokens:",

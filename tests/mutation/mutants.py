@@ -559,29 +559,30 @@ MUTANTS = (
         "sampled draft discarded for what it says",
         23,
         "propose/host.py",
-        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n",
-        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n"
-        "    if 0 in draft.token_ids:\n        return EMPTY, None\n",
+        "    sound = draft if problem is None else draft.first(node) if node else EMPTY\n",
+        "    if 0 in draft.token_ids:\n        return EMPTY, None\n"
+        "    sound = draft if problem is None else draft.first(node) if node else EMPTY\n",
         "law_block",
     ),
     Mutant(
         "draft cut at a token the target will not take",
         23,
         "propose/host.py",
-        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n",
-        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n    if 0 in draft.token_ids:\n"
-        "        return draft.first(draft.token_ids.index(0)), None\n",
+        "    sound = draft if problem is None else draft.first(node) if node else EMPTY\n",
+        "    if 0 in draft.token_ids:\n        return draft.first(draft.token_ids.index(0)), None\n"
+        "    sound = draft if problem is None else draft.first(node) if node else EMPTY\n",
         "law_block",
     ),
     Mutant(
         "draft length chosen after looking at the draft",
         24,
         "propose/host.py",
-        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n",
-        "    node, problem = _first_problem(draft, budget, max_depth, vocab_size)\n    if draft.draft_probs is not None:\n"
+        "    sound = draft if problem is None else draft.first(node) if node else EMPTY\n",
+        "    if draft.draft_probs is not None:\n"
         "        best = max(range(len(draft) + 1), key=lambda n: sum(\n"
         "            float(draft.draft_probs[i, draft.token_ids[i]]) - 0.34 "
-        "for i in range(n)))\n        return draft.first(best), None\n",
+        "for i in range(n)))\n        return draft.first(best), None\n"
+        "    sound = draft if problem is None else draft.first(node) if node else EMPTY\n",
         "law_block",
     ),
     Mutant(

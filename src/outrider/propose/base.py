@@ -56,6 +56,10 @@ class Drawn:
         """Tokens that were drawn behind a path, in their order."""
         return self._tokens.get(path, ())
 
+    def row(self, path: Path) -> Tensor | None:
+        """The probabilities [vocab_size] that tokens were drawn from behind a path; None where none was."""
+        return self._rows.get(path)
+
     def note(self, path: Path, row: Tensor, token: int) -> None:
         """A token was drawn behind a path.
 
@@ -87,9 +91,9 @@ class Drawn:
             add(path, token, Law.SAMPLED, row)
         return Draft(tuple(tokens), tuple(parents), tuple(laws), torch.stack(rows)) if tokens else EMPTY
 
-    def problem(self, draft: Draft, base: Path) -> str | None:
+    def problem(self, draft: Draft, base: Path, *, draws_hold: bool = False) -> str | None:
         """Returns what a draft behind `base` says of its draws that is not so; None where it holds all of them and no
-        others."""
+        others. `draws_hold` says that its probabilities are known to be those that are noted."""
         paths, told, rows = draft.paths, dict[Path, list[int]](), dict[int, Tensor]()
         for draw, (node, law) in enumerate(zip(draft.nodes, draft.laws, strict=True)):
             if law is not Law.SAMPLED:
@@ -100,7 +104,8 @@ class Drawn:
             row = self._rows.get(path)
             if row is None or token not in self._tokens[path]:
                 return f"node {node}: token {token} was not drawn through the noise that the proposer was given"
-            rows[draw] = row
+            if not draws_hold:
+                rows[draw] = row
         for draw, holds in zip(rows, _are_rows(draft.draft_probs, rows), strict=True):
             if not holds:
                 node = draft.nodes[draw]
@@ -121,6 +126,11 @@ def _are_rows(draft_probs: Tensor | None, rows: Mapping[int, Tensor]) -> list[bo
         return [False] * len(rows)
     same: list[bool] = torch.stack([(draft_probs[draw].to(row) == row).all() for draw, row in rows.items()]).tolist()
     return same
+
+
+def host_waits(device: torch.device) -> bool:
+    """Tells whether the host waits when it asks for the numbers of a tensor."""
+    return device.type != "cpu"
 
 
 # --- The Proposer protocol: what a proposer is asked, and what it is shown after a pass.

@@ -25,7 +25,7 @@ from outrider.loading.loaded_model import LoadedModel
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.model.target import Target
-from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence
+from outrider.propose.base import DraftNoise, PromptRows, Proposer, ProposeRequest, ProposerSequence, host_waits
 from outrider.propose.bridge import Bridge, SameVocabulary
 from outrider.propose.draft_vocabulary import DraftVocabulary, VocabularySize, draft_vocabulary
 from outrider.propose.settings import Method, ProposerContext, SpeculationConfig
@@ -359,11 +359,6 @@ class DraftModelProposer(Proposer):
 
 #: What stands for a token that the host does not know yet. It is no token of any text.
 UNKNOWN = -1
-
-
-def host_waits(device: torch.device) -> bool:
-    """Tells whether the host waits when it asks for the numbers of a tensor."""
-    return device.type != "cpu"
 
 
 def _settle(levels: list[tuple[list[PartialDraft], Sequence[Tensor], Tensor]]) -> None:

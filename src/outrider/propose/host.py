@@ -7,8 +7,9 @@ faulty row, never by what the tokens say (see `sound_prefix`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -26,6 +27,7 @@ from outrider.propose.base import (
     Requirements,
     RowStatus,
     TopK,
+    host_waits,
     rows_at,
 )
 
@@ -70,8 +72,9 @@ class ProposerHost:
                 raise ValueError(f"{len(found)} drafts for {len(requests)} requests")
             answers += found
         drafts = list[Draft]()
-        for text, request, answer, truthful in zip(texts, requests, answers, believed, strict=True):
-            sound, problem = inspected(request, answer, self.vocab_size)
+        hold = draws_hold(requests, answers, self.vocab_size)
+        for text, request, answer, truthful, holds in zip(texts, requests, answers, believed, hold, strict=True):
+            sound, problem = inspected(request, answer, self.vocab_size, holds)
             if problem is not None:
                 text.report_fault(problem, useless=not sound.num_rows)
             drafts.append(sound if truthful else sound.opaque())
@@ -145,25 +148,31 @@ class PassRows:
 _MASS_TOLERANCE = 1e-3
 
 
-def inspected(request: ProposeRequest, answer: object, vocab_size: int) -> tuple[Draft, str | None]:
+def inspected(
+    request: ProposeRequest, answer: object, vocab_size: int, draws_hold: bool = False
+) -> tuple[Draft, str | None]:
     """The draft that is verified for a request, from what the proposer answered or raised, and what is wrong with the
-    answer; None where nothing is. All that was drawn stays in it with its probabilities, as far as the budget reaches."""
+    answer; None where nothing is. All that was drawn stays in it with its probabilities, as far as the budget reaches.
+    `draws_hold` is the word of the function of that name on the answer."""
     limits = request.budget, request.max_depth, vocab_size
     found: list[tuple[Draft, str | None]] = [(EMPTY, repr(answer))] if isinstance(answer, BaseException) else []
     with Contained(lambda error: found.append((EMPTY, repr(error)))):  # of an answer so malformed that looking at it raises
-        found = found or [sound_prefix(answer, *limits)]
+        found = found or [sound_prefix(answer, *limits, draws_hold)]
     ((sound, problem),) = found
     if request.coupled:
         return sound, problem  # guesses are compared with what the target draws, and decide nothing
-    undrawn = request.drawn.problem(sound, request.path)
+    undrawn = request.drawn.problem(sound, request.path, draws_hold=draws_hold)
     if undrawn is None:
         return sound, problem
     drawn = request.drawn.draft(request.path)
     return sound_prefix(drawn, *limits)[0] if len(drawn) else sound.opaque(), problem or undrawn
 
 
-def sound_prefix(draft: object, budget: int, max_depth: int, vocab_size: int) -> tuple[Draft, str | None]:
-    """The rows before the first faulty one, and what is wrong with that one (None for a sound draft).
+def sound_prefix(
+    draft: object, budget: int, max_depth: int, vocab_size: int, draws_hold: bool = False
+) -> tuple[Draft, str | None]:
+    """The rows before the first faulty one, and what is wrong with that one (None for a sound draft). Draws that are known
+    to hold are not looked at.
 
     Cutting there is exact as long as a fault does not depend on what was drawn: nodes before it were drawn from the
     probabilities they claim, whatever came later.
@@ -178,9 +187,10 @@ def sound_prefix(draft: object, budget: int, max_depth: int, vocab_size: int) ->
     if Law.SAMPLED in draft.laws and not fitting:
         return EMPTY, f"draft_probs is not {list(shape)}"
     draft = _plain(draft, draft.draft_probs if fitting else None)
-    node, problem = _first_problem(draft, budget, max_depth, vocab_size)
+    bad_draws = {} if draws_hold else _unsound_draws(draft, vocab_size)
+    node, problem = _first_problem(draft, bad_draws, budget, max_depth, vocab_size)
     sound = draft if problem is None else draft.first(node) if node else EMPTY
-    node, misdrawn = _misdrawn(sound)
+    node, misdrawn = _misdrawn(sound, draws_hold)
     if misdrawn is not None:
         return _distinct(sound.first(node)), f"node {node}: {misdrawn}"
     if problem is not None:
@@ -199,9 +209,10 @@ def _malformed(draft: Draft) -> str | None:
     return None
 
 
-def _first_problem(draft: Draft, budget: int, max_depth: int, vocab_size: int) -> tuple[int, str | None]:
+def _first_problem(
+    draft: Draft, bad_draws: Mapping[int, str], budget: int, max_depth: int, vocab_size: int
+) -> tuple[int, str | None]:
     """The first faulty node, and what is wrong with it; None where all are sound."""
-    bad_draws = _unsound_draws(draft, vocab_size)
     depths: list[int] = []
     for node in range(len(draft)):
         problem = _row_problem(draft.token_ids[node], draft.parents[node], node, vocab_size) or bad_draws.get(node)
@@ -250,9 +261,9 @@ def _sound_scratch(draft: Draft, budget: int, max_depth: int, vocab_size: int) -
     return draft, None
 
 
-def _misdrawn(draft: Draft) -> tuple[int, str | None]:
+def _misdrawn(draft: Draft, draws_hold: bool) -> tuple[int, str | None]:
     """The first node with a draw that its member cannot have made one after another, without replacement, from the
-    probabilities of its elder siblings; and why."""
+    probabilities of its elder siblings; and why. Those of draws that hold are the same, as they are noted once a place."""
     eldest: dict[tuple[int, int], int] = {}
     seen: set[tuple[int, int, int]] = set()
     problems: dict[int, str] = {}
@@ -263,7 +274,7 @@ def _misdrawn(draft: Draft) -> tuple[int, str | None]:
         elder = eldest.setdefault((member, parent), draw)
         if (member, parent, token) in seen:
             problems.setdefault(node, f"token {token} was drawn before among its siblings")
-        elif probs is not None and elder != draw and not torch.equal(probs[elder], probs[draw]):
+        elif not draws_hold and probs is not None and elder != draw and not torch.equal(probs[elder], probs[draw]):
             of = draft.nodes[elder]
             problems.setdefault(node, f"its probabilities are not those its elder sibling {of} was drawn from")
         seen.add((member, parent, token))
@@ -292,20 +303,107 @@ def _unsound_draws(draft: Draft, vocab_size: int) -> dict[int, str]:
         if not isinstance(law, Law)
     }
     sampled = [draw for draw, law in enumerate(draft.laws) if law is Law.SAMPLED]
-    probs: Tensor | None = draft.draft_probs
-    if not sampled or probs is None:
+    if not sampled or draft.draft_probs is None:
         return problems
     tokens = [draft.token_ids[node] for node in draft.nodes]
-    known = [_is_int(token) and 0 <= token < vocab_size for token in tokens]
-    index = torch.tensor([token if is_known else 0 for token, is_known in zip(tokens, known, strict=True)])
-    own = probs.gather(-1, index.to(probs.device, non_blocking=True)[:, None])[:, 0]
-    # All in one answer, since the host waits for a device at every one.
-    wide = torch.promote_types(probs.dtype, torch.float32)
-    found = torch.stack([probs.sum(-1, dtype=wide), probs.amin(-1).to(wide), own.to(wide)], -1).tolist()
+    tokens = [token if _is_int(token) and 0 <= token < vocab_size else 0 for token in tokens]  # others are faulty rows
+    numbers = _numbers(draft.draft_probs, tokens).tolist()
     for draw in sampled:
-        node, (mass, least, chance) = draft.nodes[draw], found[draw]
-        if not (abs(mass - 1.0) <= _MASS_TOLERANCE and least >= 0.0):
-            problems[node] = f"its probabilities sum to {mass}, least entry {least}"
-        elif known[draw] and not chance > 0.0:
-            problems[node] = f"token {tokens[draw]} has probability 0 among those it was drawn from"
+        problem = _number_problem(tokens[draw], *numbers[draw])
+        if problem is not None:
+            problems[draft.nodes[draw]] = problem
     return problems
+
+
+def _numbers(probs: Tensor, tokens: Sequence[int]) -> Tensor:
+    """What is asked of the probabilities of draws, [n, 3], all at once since the host waits for a device at every answer:
+    their sum, the least of them, and that of the token."""
+    index = torch.tensor(tokens).to(probs.device, non_blocking=True)
+    wide = torch.promote_types(probs.dtype, torch.float32)
+    own = probs.gather(-1, index[:, None])[:, 0]
+    return torch.stack([probs.sum(-1, dtype=wide), probs.amin(-1).to(wide), own.to(wide)], -1)
+
+
+def _number_problem(token: int, mass: float, least: float, chance: float) -> str | None:
+    if not (abs(mass - 1.0) <= _MASS_TOLERANCE and least >= 0.0):
+        return f"its probabilities sum to {mass}, least entry {least}"
+    return None if chance > 0.0 else f"token {token} has probability 0 among those it was drawn from"
+
+
+# --- Looks at the draws of all answers together. Most steps have no faulty draw, and none is looked at by itself then.
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """Draws of one draft or of several."""
+
+    told: Tensor  # [n, vocab_size] what each one was made from, as the draft says
+    noted: list[Tensor]  # [vocab_size] the same as it was noted when it was made
+    tokens: list[int]
+
+    def numbers(self) -> Tensor:
+        """Those of `_numbers`, and 1 where what is told is what was noted; [n, 4]."""
+        if host_waits(self.told.device):
+            same = (self.told == torch.stack(self.noted)).all(-1)
+        else:  # quicker than a comparison that is stored
+            same = torch.tensor([torch.equal(*rows) for rows in zip(self.told, self.noted, strict=True)])
+        numbers = _numbers(self.told, self.tokens)
+        return torch.cat([numbers, same[:, None].to(numbers)], -1)
+
+
+def draws_hold(requests: Sequence[ProposeRequest], answers: Sequence[object], vocab_size: int) -> list[bool]:
+    """Tells of each answer whether all its nodes were drawn, and from the very probabilities that it tells. The host waits
+    once for all of them. Who gets no such word is inspected by itself, and may be sound nonetheless."""
+    found: dict[int, _Draws] = {}
+    holding = [False] * len(answers)
+    for place, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        with Contained(_inspect_alone):
+            draws = _draws_of(request, answer, vocab_size)
+            if draws is not None:
+                found[place] = draws
+    with Contained(_inspect_alone):
+        for place, holds in zip(found, _hold(list(found.values())), strict=True):
+            holding[place] = holds
+    return holding
+
+
+def _inspect_alone(error: BaseException) -> None:
+    """What cannot be looked at together is inspected by itself, and blamed there."""
+
+
+def _draws_of(request: ProposeRequest, answer: object, vocab_size: int) -> _Draws | None:
+    """The draws of a draft; None where it has others, or where its rows or its probabilities are none."""
+    if request.coupled or not isinstance(answer, Draft) or _malformed(answer) is not None:
+        return None
+    told, rows = answer.draft_probs, zip(answer.token_ids, answer.parents, strict=True)
+    if not isinstance(told, Tensor) or told.shape != (answer.num_draws, vocab_size) or not told.is_floating_point():
+        return None
+    if any(_row_problem(token, parent, row, vocab_size) is not None for row, (token, parent) in enumerate(rows)):
+        return None
+    if any(law is not Law.SAMPLED for law in answer.laws):
+        return None
+    paths = answer.paths
+    before = [request.path if parent < 0 else (*request.path, *paths[parent]) for parent in answer.parents]
+    noted = [row for row in (request.drawn.row(before[node]) for node in answer.nodes) if row is not None]
+    alike = all((row.shape, row.dtype, row.device) == (told.shape[1:], told.dtype, told.device) for row in noted)
+    if len(noted) < answer.num_draws or not alike:
+        return None
+    return _Draws(told, noted, [answer.token_ids[node] for node in answer.nodes])
+
+
+def _hold(each: list[_Draws]) -> list[bool]:
+    """Tells of the draws of each draft whether they hold. On a device they are put together first, as what is launched
+    there costs more than the copies; on a CPU these would leave its caches."""
+    if not each:
+        return []
+    parts = each
+    if host_waits(each[0].told.device):
+        noted, tokens = [row for draws in each for row in draws.noted], [token for draws in each for token in draws.tokens]
+        parts = [_Draws(torch.cat([draws.told for draws in each]), noted, tokens)]
+    numbers = iter(torch.cat([draws.numbers() for draws in parts]).tolist())
+    return [_all_hold(draws.tokens, list(islice(numbers, len(draws.tokens)))) for draws in each]
+
+
+def _all_hold(tokens: list[int], numbers: list[list[float]]) -> bool:
+    rows = zip(tokens, numbers, strict=True)
+    return all(same and _number_problem(token, *found) is None for token, (*found, same) in rows)

@@ -95,14 +95,15 @@ class KeyedNoise:
     def categorical(self, probs: Tensor, keys: Sequence[Key]) -> Tensor:
         self._spend(keys)
         bits = torch.from_numpy(key_bits(keys)).to(probs.device, non_blocking=True)
-        racing = [key.stream in _RACING for key in keys]
-        if all(racing):
+        racing = [row for row, key in enumerate(keys) if key.stream in _RACING]
+        if len(racing) == len(keys):
             return gumbel_max(probs, bits)
-        if not any(racing):
+        if not racing:
             return invert_cdf(probs, bits)
-        rows = torch.tensor(racing, device=probs.device)
+        others = [row for row, key in enumerate(keys) if key.stream not in _RACING]
+        one, other = (torch.tensor(rows).to(probs.device, non_blocking=True) for rows in (racing, others))
         tokens = torch.empty_like(bits)
-        tokens[rows], tokens[~rows] = gumbel_max(probs[rows], bits[rows]), invert_cdf(probs[~rows], bits[~rows])
+        tokens[one], tokens[other] = gumbel_max(probs[one], bits[one]), invert_cdf(probs[other], bits[other])
         return tokens
 
     def forget(self, owner: int) -> None:
@@ -128,6 +129,8 @@ class KeyedNoise:
 _GOLDEN = 0x9E3779B97F4A7C15
 _ALL = 2**64 - 1
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+#: Keys whose bits are mixed sooner by array operations than one after another.
+_MANY = 24
 
 
 def _signed(constant: int) -> int:
@@ -136,15 +139,19 @@ def _signed(constant: int) -> int:
 
 def key_bits(keys: Sequence[Key]) -> np.ndarray:
     """64 well-mixed bits a key, as int64 [n]. GUESS keys get the bits of TARGET at the same position."""
-    return np.array([_mix_key(key) for key in keys], np.uint64).view(np.int64)
+    if len(keys) < _MANY:
+        return np.array([_mix_one(_fields(key)) for key in keys], np.uint64).view(np.int64)
+    return mix_fields(np.array([_fields(key) for key in keys], np.uint64))
 
 
-def _mix_key(k: Key) -> int:
-    """`mix_fields` of one key: a step has a few, and for so few array operations cost more than the work."""
+def _fields(k: Key) -> tuple[int, ...]:
     if k.stream is Stream.GUESS:
-        fields = (k.seed, k.sample, int(Stream.TARGET), k.position, 0)
-    else:
-        fields = (k.seed, k.sample, int(k.stream) + (k.drafter << 8), k.position, k.round + (k.branch << 32))
+        return (k.seed, k.sample, int(Stream.TARGET), k.position, 0)
+    return (k.seed, k.sample, int(k.stream) + (k.drafter << 8), k.position, k.round + (k.branch << 32))
+
+
+def _mix_one(fields: tuple[int, ...]) -> int:
+    """`mix_fields` of one key: for a few, array operations cost more than the work."""
     state = 0
     for field in fields:
         x = (state + field + _GOLDEN) & _ALL

@@ -298,7 +298,8 @@ def _rows_of(candidates: Sequence[DraftCandidate], logits: Tensor) -> Tensor:
     spans = [c.rows for c in candidates]
     if all(before[1] == after[0] for before, after in pairwise(spans)):
         return logits[spans[0][0] : spans[-1][1]]
-    return logits[torch.tensor([row for span in spans for row in range(*span)], device=logits.device)]
+    rows = torch.tensor([row for span in spans for row in range(*span)])
+    return logits[rows.to(logits.device, non_blocking=True)]
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:
