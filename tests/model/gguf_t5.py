@@ -19,8 +19,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def save(kind: str, folder: Path, **changes: Any) -> str:
-    """A checkpoint whose rows divide into blocks, those of its biases of distances among them. transformers ties the head of
-    each new model, so an own one is put in its place."""
+    """A checkpoint whose rows divide into blocks, those of its biases of distances among them. transformers ties the head
+    of each new model, so an own one is put in its place."""
     from transformers import AutoModelForSeq2SeqLM
 
     sizes = {"d_model": 128, "d_ff": 96, "num_heads": 32, "relative_attention_max_distance": 128}
@@ -90,3 +90,33 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return str(path)
+
+
+def plain(checkpoint: str, folder: Path, kind: str) -> str:
+    """The same model with the numbers that matrices of this type stand for."""
+    import gguf
+    from transformers import AutoModelForSeq2SeqLM
+
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(checkpoint, dtype=torch.float32)
+    stored = gguf.GGMLQuantizationType[kind]
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            rounded = gguf.quants.dequantize(gguf.quants.quantize(weight.detach().numpy(), stored), stored)
+            weight.data.copy_(torch.from_numpy(rounded.copy()))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def charsmap(changes: dict[str, str]) -> bytes:
+    """SentencePiece's table of what characters become: a trie whose nodes have 256 units each, and texts behind it."""
+    keys = {key.encode(): text.encode() for key, text in changes.items()}
+    nodes = sorted({key[:end] for key in keys for end in range(len(key) + 1)})
+    begins = {node: 256 * (place + 1) for place, node in enumerate(nodes)}
+    units, texts = np.zeros(256 * (len(nodes) + 1), np.uint32), b""
+    for node, begin in begins.items():
+        place = begins[node[:-1]] + node[-1] if node else 0
+        units[place] = (place ^ begin) << 10 | (node in keys) << 8 | (node[-1] if node else 0)
+        if node in keys:
+            units[begin] = 2**31 | len(texts)
+            texts += keys[node] + b"\0"
+    return len(units.tobytes()).to_bytes(4, "little") + units.tobytes() + texts

@@ -187,7 +187,8 @@ class GgufCheckpoint:
         copies, head = self._copies(model), "lm_head.weight"
         apart = stored.each(torch.clone) if {*copies} - {head} else stored
         for name in copies:
-            keep_quantised(model.get_submodule(name.removesuffix(".weight")), stored if name == head else apart)
+            module: Any = model.get_submodule(name.removesuffix(".weight"))
+            keep_quantised(module, stored if name == head else apart)
 
     def _joined(self) -> dict[str, tuple[Joined, list[tuple[int, ...]]]]:
         """The tensors of transformers that have several ones in the file, with the shapes of these."""

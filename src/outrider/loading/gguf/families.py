@@ -239,8 +239,8 @@ def has_gates(values: Values) -> bool:
 
 
 def t_5(values: Values) -> dict[str, Any]:
-    """An encoder, and a decoder that may have another depth. Biases of distances set no end to a text. Files do not say what
-    the activation is, nor the distance from which on all have one bias: T5 has one of each."""
+    """An encoder, and a decoder that may have another depth. Biases of distances set no end to a text. Files do not say
+    what the activation is, nor the distance from which on all have one bias: T5 has one of each."""
     return {
         "max_position_embeddings": None,
         "d_ff": values.count("feed_forward_length"),

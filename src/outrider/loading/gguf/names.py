@@ -282,8 +282,8 @@ _FUSED_EXPERTS = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 _BARE = (".sinks", "layer_scalar", "correct_output_scale", "]")
 #: The names of tensors of a layer, as llama.cpp and as transformers have them, and those outside of layers that differ.
 #: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own. "blk" stands
-#: for all layers, where transformers does not call them `model.layers`. Names of layers of an encoder and of a decoder behind
-#: one begin with "enc." and "dec.".
+#: for all layers, where transformers does not call them `model.layers`. In a model with an encoder, names of its encoder
+#: begin with "enc.", and those of its decoder with "dec.".
 LayerNames = Mapping[str, str | tuple[str, ...]]
 _IN_A_LAYER = re.compile(r"(enc\.|dec\.|)blk\.(\d+)\.(.*)", re.DOTALL)
 
