@@ -19,17 +19,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def save(kind: str, folder: Path, **changes: Any) -> str:
-    """A checkpoint whose rows divide into blocks, those of its biases of distances among them. transformers ties the head
-    of each new model, so an own one is put in its place."""
+    """A checkpoint whose rows divide into blocks, those of its biases of distances among them. Its head has weights of its
+    own, which transformers ties in each new model, or is scaled, so that its weights are wide."""
     from transformers import AutoModelForSeq2SeqLM
 
     sizes = {"d_model": 128, "d_ff": 96, "num_heads": 32, "relative_attention_max_distance": 128}
     source = encoders.save(folder, **{**sizes, **SHAPES[kind], **changes})
-    if not SHAPES[kind].get("tie_word_embeddings", True):
-        model = AutoModelForSeq2SeqLM.from_pretrained(source)
-        head = 0.3 * torch.randn(model.shared.weight.shape, generator=torch.Generator().manual_seed(2)).double()
-        model.lm_head.weight = torch.nn.Parameter(head)
-        model.save_pretrained(source)
+    model = AutoModelForSeq2SeqLM.from_pretrained(source)
+    head = torch.randn(model.shared.weight.shape, generator=torch.Generator().manual_seed(2)).double()
+    if SHAPES[kind].get("tie_word_embeddings", True):
+        model.shared.weight.data.copy_(2 * head)
+    else:
+        model.lm_head.weight = torch.nn.Parameter(0.3 * head)
+    model.save_pretrained(source)
     return source
 
 
