@@ -184,7 +184,7 @@ def test_sentence_piece_ids_are_those_of_transformers(tmp_path: Path, begins: bo
         (vocabulary("brand-new", ["a", "b"], []), "pre-tokenizer is 'brand-new'", "tokenizer="),
         (vocabulary("qwen2", ["a", "b"], ["a b"]), "'a b', whose parts or whole are no tokens", "again"),
         (vocabulary("qwen2", ["a", "a"], []), "holds 'a' twice", "again"),
-        (lambda writer: writer.add_tokenizer_model("t5"), "its vocabulary is 't5' of qwen2", "tokenizer="),
+        (lambda writer: writer.add_tokenizer_model("bert"), "its vocabulary is 'bert' of qwen2", "tokenizer="),
         (lambda writer: writer.add_tokenizer_model("gpt2"), "its pre-tokenizer is None", "tokenizer="),
     ],
 )  # fmt: skip

@@ -132,10 +132,8 @@ def _loaded(
 
 
 def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any], device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    load = (AutoModelForSeq2SeqLM if hf_modules.has_encoder(hf_config) else AutoModelForCausalLM).from_pretrained
+    load = _auto_model(hf_config).from_pretrained
     if not hf_modules.is_language_part(hf_config):
         return _complete(config, hf_config, load, config.model, config=hf_config, dtype=dtype, **source).to(device)
     logger.info("%s: its language model is loaded alone, which reads text", config.model)
@@ -143,6 +141,13 @@ def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any], d
     model = _complete(config, hf_config, load, config.model, config=hf_config, **how, **source).to(device)
     model.config.tie_word_embeddings = model.lm_head.weight is model.get_input_embeddings().weight  # whatever was said
     return model
+
+
+def _auto_model(hf_config: Any) -> Any:
+    """transformers' class that makes a model that writes text of a configuration."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if hf_modules.has_encoder(hf_config) else AutoModelForCausalLM
 
 
 def _load_quantised(config: ModelConfig, hf_config: Any, source: dict[str, Any], device: torch.device) -> Any:
@@ -207,13 +212,11 @@ def _read_generation_config(folder: Path) -> Any | None:
 
 def _empty_model(config: ModelConfig, hf_config: Any, source: dict[str, Any]) -> Any:
     """The model that a configuration describes, without memory for its weights."""
-    from transformers import AutoModelForCausalLM
-
     plain = deepcopy(hf_config)
     plain.__dict__.pop("quantization_config", None)
     trusted = {"trust_remote_code": source.get("trust_remote_code", False)}
     with torch.device("meta"):
-        return attempt(config.model, "it cannot be built", AutoModelForCausalLM.from_config, plain, **trusted)
+        return attempt(config.model, "it cannot be built", _auto_model(plain).from_config, plain, **trusted)
 
 
 def _model_from_state(config: ModelConfig, empty: Any, state: dict[str, Any], dtype: torch.dtype) -> Any:

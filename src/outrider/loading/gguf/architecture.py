@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
-from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf import families, gemma, names
 from outrider.loading.gguf.arrangement import (
     DELTA_BY_KEYS,
@@ -63,7 +62,8 @@ class Architecture:
     rope: Callable[[Values, int], dict[str, Any]] = lambda values, head_dim: _whole_rope(values, head_dim)
     # What the number that keeps norms finite is called in transformers, and in files.
     epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
-    factors: tuple[str, ...] = (FREQUENCY_FACTORS,)  # the tensors with factors of its rotary frequencies
+    # The tensors that no module of transformers has: factors of its rotary frequencies, and what nothing reads.
+    apart: tuple[str, ...] = (FREQUENCY_FACTORS,)
     # Whether frequencies are divided by those factors when the model is filled, where its configuration does not have them.
     scaled: bool = True
 
@@ -181,7 +181,7 @@ ARCHITECTURES = {
         layer=names.FUSED,
         knows=("attention.sliding_window", "rope.scaling.attn_factor"),
         rope=long_rope,
-        factors=(SHORT_FACTORS, LONG_FACTORS),
+        apart=(SHORT_FACTORS, LONG_FACTORS),
     ),
     "gpt-oss": Architecture(
         "GptOssConfig",
@@ -272,6 +272,15 @@ ARCHITECTURES = {
     "lfm2moe": Architecture(
         "Lfm2MoeConfig", adjusted=families.convolutions_and_experts, layer=names.CONVOLUTIONS, knows=_EXPERTS, epsilon=_NORM
     ),
+    # Its positions are distances. transformers knows of no biases of attention to a source, which some files have.
+    "t5": Architecture(
+        "T5Config",
+        adjusted=families.t_5,
+        layer=names.T5,
+        rope=lambda values, head_dim: {},
+        epsilon=("layer_norm_epsilon", _NORM[1]),
+        apart=("dec.blk.0.cross_attn_rel_b.weight",),
+    ),
     "gemma": Architecture("GemmaConfig", offset_norms=True),
     "gemma2": Architecture("Gemma2Config", adjusted=gemma.gemma_2, **_GEMMA),
     "gemma3": Architecture("Gemma3TextConfig", adjusted=gemma.gemma_3, **_GEMMA),
@@ -289,15 +298,20 @@ ARCHITECTURES = {
         scaled=False,
     ),
 }
-#: Architectures that are other ones where a file has a certain value: by both names, with None for any value.
-_WHERE_IT_HAS = {
-    ("deepseek2", families.GATING, families.SIGMOID): replace(
-        ARCHITECTURES["deepseek2"], config="DeepseekV3Config", adjusted=families.deepseek_3
+#: Architectures that are other ones where a file has a certain value or tensor.
+_WHERE_IT_HAS: tuple[tuple[str, Callable[[Values], bool], Architecture], ...] = (
+    (
+        "deepseek2",
+        lambda values: values.get(families.GATING) == families.SIGMOID,
+        replace(ARCHITECTURES["deepseek2"], config="DeepseekV3Config", adjusted=families.deepseek_3),
     ),
-    ("mistral3", TEMPERATURE, None): Architecture(
-        "Ministral3Config", arranged=ROTATED, knows=(TEMPERATURE,), rope=tempered_rope
+    (
+        "mistral3",
+        lambda values: bool(values.get(TEMPERATURE)),
+        Architecture("Ministral3Config", arranged=ROTATED, knows=(TEMPERATURE,), rope=tempered_rope),
     ),
-}
+    ("t5", families.has_gates, replace(ARCHITECTURES["t5"], layer=names.GATED_T5)),
+)
 #: Values that would change what a model computes, and what they are where they change nothing.
 _SPECIAL = {
     "expert_count": 0,
@@ -322,11 +336,11 @@ _SPECIAL = {
 }
 
 
-_FOLDER = "Give the folder of the checkpoint, as its authors published it."
+_WHOLE = "Use a file of the whole model, whose architecture is t5."
 _NOWHERE = "Run this file in llama.cpp, or use a model of another family."
 #: Architectures that llama.cpp knows and that are not read, by their names: why, and what to do.
 _NOT_READ = {
-    **dict.fromkeys(("t5", "t5encoder"), ("files whose encoder reads a text first are not read", _FOLDER)),
+    "t5encoder": ("it has no decoder, which writes texts", _WHOLE),
     "step35": ("transformers has no text models of its kind (Step 3.5)", _NOWHERE),
 }
 
@@ -341,11 +355,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     if name not in ARCHITECTURES:
         problem = f"its architecture is {name}, and {', '.join(ARCHITECTURES)} are known of GGUF files"
         raise UnsupportedModelError(file.path, problem, ORIGINAL)
-    others = (
-        known
-        for (one, key, wanted), known in _WHERE_IT_HAS.items()
-        if one == name and values.get(key) and wanted in (None, values.get(key))
-    )
+    others = (known for one, has, known in _WHERE_IT_HAS if one == name and has(values))
     return next(others, ARCHITECTURES[name])
 
 
@@ -373,14 +383,9 @@ def read_shape(values: Values, known: Architecture) -> dict[str, Any]:
     for name, plain in _SPECIAL.items():
         if name not in known.knows and values.get(name) not in (None, plain):
             raise values.refuse(f"{values.architecture}.{name}={values.get(name)!r}")
-    layers = values.num_layers
-    if layers > len(values.file.tensors):
-        problem = f"it says {layers:,} layers, and holds {len(values.file.tensors)} tensors"
-        raise ModelLoadError(values.file.path, problem, AGAIN)
-    check_file_limit(values.file.path, "layers", layers)
     return {
         "hidden_size": values.count("embedding_length"),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": values.check_layers(values.num_layers),
         "max_position_embeddings": values.count("context_length"),
         known.epsilon[0]: values.number(known.epsilon[1]),
     } | (_heads(values, known) if known.attends else {})

@@ -64,7 +64,7 @@ class GgufCheckpoint:
             elif stock:
                 self._tensors |= dict.fromkeys(stock, tensor)
                 self._sharing[tensor.name] = stock
-            elif name not in self._known.factors:
+            elif name not in self._known.apart:
                 problem = f"it has a tensor {tensor.name}, which is not known of its architecture"
                 raise UnsupportedModelError(file.path, problem, ORIGINAL)
 
@@ -78,9 +78,8 @@ class GgufCheckpoint:
         """Refuse a file whose tensors are not those of a model, before anything is read. What transformers would make for
         itself might be as large as any number in the file."""
         wanted = {name: tuple(weight.shape) for name, weight in empty.state_dict().items()}
-        if self._config.tie_word_embeddings:
-            wanted.pop("lm_head.weight", None)
-        wanted = {name: shape for name, shape in wanted.items() if name not in without}
+        unneeded = {*without, *self._copies(empty)}
+        wanted = {name: shape for name, shape in wanted.items() if name not in unneeded}
         for projection in projections(empty):
             wanted.pop(projection.name)
             wanted.pop(f"{projection.name}_bias", None)
@@ -157,8 +156,8 @@ class GgufCheckpoint:
                 module = modules[name.removesuffix(".weight")]
                 stored = self._stored(name, tensor, dtype)
                 keep_quantised(module, stored)
-                if tensor.name == "token_embd.weight" and self._config.tie_word_embeddings:
-                    keep_quantised(modules["lm_head"], stored)
+                if tensor.name == "token_embd.weight":
+                    self._keep_copies(model, stored)
             elif dtype == torch.bfloat16 and self._keeps_bits(name) and not _is_bfloat16(self._floats(name, tensor)):
                 path, _, kind = name.rpartition(".")
                 values = self._floats(name, tensor).reshape(getattr(modules[path], kind).shape)
@@ -175,6 +174,21 @@ class GgufCheckpoint:
             reading.advance(sum(self._tensors[part].data.nbytes for part in (*projection.parts, *projection.bias_parts)))
         hf_modules.use_stored_experts(model)
         self._scale_frequencies(model)
+
+    def _copies(self, model: nn.Module) -> list[str]:
+        """What is tied to the embeddings, and has no tensor of its own. T5's output layer may have one: its configuration
+        says that weights are tied, since those of its encoder and of its decoder are."""
+        tied = getattr(model, "_tied_weights_keys", None) if self._config.tie_word_embeddings else None
+        return [name for name in tied or () if name not in self._tensors]
+
+    def _keep_copies(self, model: nn.Module, stored: StoredWeight) -> None:
+        """Tie blocks. The kernels take away the memory of the output layer, whose blocks are the embeddings', too, but not
+        what an encoder looks up."""
+        copies, head = self._copies(model), "lm_head.weight"
+        apart = stored.each(torch.clone) if {*copies} - {head} else stored
+        for name in copies:
+            module: Any = model.get_submodule(name.removesuffix(".weight"))
+            keep_quantised(module, stored if name == head else apart)
 
     def _joined(self) -> dict[str, tuple[Joined, list[tuple[int, ...]]]]:
         """The tensors of transformers that have several ones in the file, with the shapes of these."""
@@ -211,7 +225,7 @@ class GgufCheckpoint:
         return values
 
     def _stored(self, name: str, tensor: GgufTensor, dtype: torch.dtype) -> StoredWeight:
-        only_looked_up = tensor.name == "token_embd.weight" and not self._config.tie_word_embeddings
+        only_looked_up = tensor.name == "token_embd.weight" and "lm_head.weight" in self._tensors
         arranged, narrow = self._known.arranged, self._narrow and not only_looked_up
         order, columns = row_order(arranged, name, self._config), column_order(arranged, name, self._config)
         return stored_tensor(self._file.path, tensor, dtype, order, columns, narrow=narrow)

@@ -233,6 +233,24 @@ def delta_and_experts(values: Values) -> dict[str, Any]:
     return delta(values) | qwen_3_experts(values) | {"shared_expert_intermediate_size": shared}
 
 
+def has_gates(values: Values) -> bool:
+    """Tells whether the feed-forward of T5 has gates."""
+    return values.has("dec.blk.0.ffn_gate.weight")
+
+
+def t_5(values: Values) -> dict[str, Any]:
+    """An encoder, and a decoder that may have another depth. Biases of distances set no end to a text. Files do not say
+    what the activation is, nor the distance from which on all have one bias: T5 has one of each."""
+    return {
+        "max_position_embeddings": None,
+        "d_ff": values.count("feed_forward_length"),
+        "num_decoder_layers": values.check_layers(values.count("decoder_block_count", values.num_layers)),
+        "relative_attention_num_buckets": values.count("attention.relative_buckets_count"),
+        "feed_forward_proj": "gated-gelu" if has_gates(values) else "relu",
+        "decoder_start_token_id": values.token("decoder_start_token_id"),
+    }
+
+
 def with_biases(values: Values) -> dict[str, Any]:
     """Queries, keys and values may have biases."""
     return {"attention_bias": values.has("blk.0.attn_q.bias")}

@@ -342,12 +342,14 @@ _TOGETHER = (
     ("ffn_gate_exps", "ffn_up_exps"),
     ("ffn_gate_shexp", "ffn_up_shexp"),
 )
+#: How the names of tensors of a layer begin.
+_LAYER = re.compile(r"(enc\.|dec\.)?blk\.\d+\.")
 
 
 def mixes_rows(file: GgufFile) -> bool:
     """Tells whether matrices that are multiplied with the same rows are blocks of codes and floats."""
-    layers = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
-    groups = ([f"blk.{layer}.{name}.weight" for name in names] for layer in layers for names in _TOGETHER)
+    layers = {found[0] for found in map(_LAYER.match, file.tensors) if found is not None}
+    groups = ([f"{layer}{name}.weight" for name in names] for layer in layers for names in _TOGETHER)
     found = ({takes_rounded_rows(file.tensors[name]) for name in names if name in file.tensors} for names in groups)
     return any(len(kinds) > 1 for kinds in found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 #: The names of tensors of a layer, as llama.cpp and as transformers have them.
@@ -249,6 +250,31 @@ CONVOLUTIONS = {
     "token_embd_norm": "model.embedding_norm",
     "output_norm": "model.embedding_norm",
 }
+
+
+def _of_t5(part: str, layer: int, module: str, inner: Mapping[str, str]) -> dict[str, str]:
+    """A part of a layer of T5, with its norm."""
+    return {f"{part}_norm": f"layer.{layer}.layer_norm"} | {
+        f"{part}_{name}": f"layer.{layer}.{module}.{stock}" for name, stock in inner.items()
+    }
+
+
+def t5(forward: Mapping[str, str]) -> dict[str, str]:
+    """Of T5, whose decoder attends to what its encoder has read, for the names of the matrices of its feed-forward."""
+    attention = {name: name for name in "qkvo"}
+    itself = _of_t5("attn", 0, "SelfAttention", {**attention, "rel_b": "relative_attention_bias"})
+    encoder = itself | _of_t5("ffn", 1, "DenseReluDense", forward)
+    decoder = itself | _of_t5("ffn", 2, "DenseReluDense", forward) | _of_t5("cross_attn", 1, "EncDecAttention", attention)
+    outside = {"blk": "{}.block", "output_norm": "{}.final_layer_norm"}
+    return {"token_embd": "shared"} | {
+        f"{stack[:3]}.{name}": stock.format(stack)
+        for stack, layer in (("encoder", encoder), ("decoder", decoder))
+        for name, stock in {**layer, **outside}.items()
+    }
+
+
+T5 = t5({"up": "wi", "down": "wo"})
+GATED_T5 = t5({"gate": "wi_0", "up": "wi_1", "down": "wo"})
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 #: Gates and values of experts that are one tensor in some files.
 _FUSED_EXPERTS = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
@@ -256,19 +282,22 @@ _FUSED_EXPERTS = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 _BARE = (".sinks", "layer_scalar", "correct_output_scale", "]")
 #: The names of tensors of a layer, as llama.cpp and as transformers have them, and those outside of layers that differ.
 #: A tensor of a file may be several ones of transformers. A name with its ending stands for one with its own. "blk" stands
-#: for all layers, where transformers does not call them `model.layers`.
+#: for all layers, where transformers does not call them `model.layers`. In a model with an encoder, names of its encoder
+#: begin with "enc.", and those of its decoder with "dec.".
 LayerNames = Mapping[str, str | tuple[str, ...]]
+_IN_A_LAYER = re.compile(r"(enc\.|dec\.|)blk\.(\d+)\.(.*)", re.DOTALL)
 
 
 def stock_names(layer: LayerNames, name: str) -> list[str]:
     """transformers' names for what a tensor of a file holds; none where it is not known."""
     place, _, kind = name.rpartition(".")
-    if "." not in place and (own := layer.get(place, _MODEL.get(place))) is not None:
+    if (own := layer.get(place, _MODEL.get(place))) is not None:
         return [f"{one}.{kind}" for one in _each(own)]
     number, part = layer_part(name)
     if number is None:
         return []
-    prefix = f"{layer.get('blk', 'model.layers')}.{number}."
+    stack = part[:4] if part.startswith(("enc.", "dec.")) else ""
+    prefix = f"{layer.get(f'{stack}blk', 'model.layers')}.{number}."
     if part in layer:
         return [f"{prefix}{stock}" for stock in _each(layer[part])]
     part = part.rpartition(".")[0]
@@ -278,9 +307,8 @@ def stock_names(layer: LayerNames, name: str) -> list[str]:
 
 def layer_part(name: str) -> tuple[int | None, str]:
     """The number of the layer that a tensor of a file belongs to, and its name there; None where it is of no layer."""
-    blk, _, rest = name.partition(".")
-    number, _, part = rest.partition(".")
-    return (int(number), part) if blk == "blk" and number.isdecimal() else (None, name)
+    found = _IN_A_LAYER.fullmatch(name)
+    return (None, name) if found is None else (int(found[2]), found[1] + found[3])
 
 
 def _each(stock: str | tuple[str, ...]) -> tuple[str, ...]:

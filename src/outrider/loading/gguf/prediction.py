@@ -111,7 +111,7 @@ class PredictionLayers:
         tensors = {f"blk.0.{part}": tensor for part, tensor in own.items() if part.rpartition(".")[0] not in _BESIDE}
         norm = next((beside[name] for name in _NORMS if name in beside), self._file.tensors.get("output_norm.weight"))
         tensors |= {} if norm is None else {"output_norm.weight": norm}
-        tensors |= {name: self._file.tensors[name] for name in self._known.factors if name in self._file.tensors}
+        tensors |= {name: self._file.tensors[name] for name in self._known.apart if name in self._file.tensors}
         return replace(self._file, tensors=tensors)
 
     def _norm(self, tensor: GgufTensor, hidden: int) -> Tensor:

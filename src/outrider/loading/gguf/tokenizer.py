@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, from its vocabulary, its merges or scores, and the name of its pre-tokenizer.
 
-BPE is known with the pre-tokenizers of splitting.py, and that of SentencePiece with byte fallback as Llama, Phi-3 and Gemma
-have it. Other vocabularies are refused by name: a text that is cut in another way than the model has
-learnt would be read wrongly.
+BPE is known with the pre-tokenizers of splitting.py, that of SentencePiece with byte fallback as Llama, Phi-3 and Gemma
+have it, and the unigrams of SentencePiece as T5 has them. Other vocabularies are refused by name: a text that is cut in
+another way than the model has learnt would be read wrongly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.params import SamplingParams
 
 _AGAIN = "Download the file again."
 _UNKNOWN = 'Pass tokenizer="FOLDER or hub id" of the original checkpoint.'
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 SPACE = "\u2581"
 
 
@@ -42,10 +42,12 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
         begins, backend = splitting.begins, (_of_text if splitting.of_text else _byte_level)(vocabulary, splitting)
     elif kind == "llama" and file.metadata.get("general.architecture") in WITH_PIECES:
         begins, backend = True, _sentence_piece(vocabulary)
+    elif kind == "t5":
+        begins, backend = False, _unigrams(vocabulary)
     else:
         architecture = file.metadata.get("general.architecture")
         problem = (
-            f"its vocabulary is {kind!r} of {architecture}, and gpt2, and llama of {', '.join(WITH_PIECES)}, are known"
+            f"its vocabulary is {kind!r} of {architecture}, and gpt2, t5, and llama of {', '.join(WITH_PIECES)}, are known"
         )
         raise UnsupportedModelError(file.path, problem, _UNKNOWN)
     check_file_limit(file.path, "added_tokens", vocabulary.num_added)
@@ -53,7 +55,9 @@ def read_gguf_tokenizer(file: GgufFile) -> Any | None:
     backend.add_tokens(vocabulary.added(special=False))
     named = {f"{name}_token": vocabulary.named(f"{key}_token_id") for name, key in _NAMED.items()}
     if kind == "gemma4" or vocabulary.flag("add_bos_token", default=begins and vocabulary.get("bos_token_id") is not None):
-        _put_first(backend, vocabulary, "bos_token_id")
+        _put_around(backend, vocabulary, "bos")
+    elif kind == "t5" and vocabulary.flag("add_eos_token", default=True):
+        _put_around(backend, vocabulary, "eos")
     return PreTrainedTokenizerFast(
         tokenizer_object=_Given(backend),
         chat_template=template if isinstance(template, str) else None,
@@ -120,6 +124,8 @@ def _shortest(value: Any) -> Any:
 #: The architectures whose vocabulary of SentencePiece is known.
 WITH_PIECES = ("llama", "phi3", "gemma2", "gemma3", "gemma3n")
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+#: The tokens of T5 where a file says nothing of them, as llama.cpp takes them to be.
+_OF_T5 = {"padding_token_id": 0, "eos_token_id": 1, "unknown_token_id": 2}
 
 
 class _Vocabulary:
@@ -179,6 +185,17 @@ class _Vocabulary:
             raise self.wrong("scores", f"is no list of {count} numbers")
         return found
 
+    def charsmap(self) -> bytes | None:
+        """The table by which SentencePiece changes characters beforehand."""
+        found = self.get("precompiled_charsmap")
+        if found is None:
+            return None
+        if isinstance(found, list) and all(isinstance(each, int) and -128 <= each < 256 for each in found):
+            table = bytes(each & 255 for each in found)
+            if _stays_inside(table):
+                return table
+        raise self.wrong("precompiled_charsmap", "is no table of characters")
+
     def merges(self) -> list[tuple[str, str]]:
         """Returns what is merged, of which a model finds out whether the parts and the whole are tokens."""
         return [(first, second) for merge in self.texts("merges") for first, _, second in [merge.partition(" ")]]
@@ -211,6 +228,8 @@ class _Vocabulary:
 
     def number(self, name: str) -> int | None:
         found = self.get(name)
+        if found is None and self.get("model") == "t5":
+            found = _OF_T5.get(name)
         if found is None:
             return None
         if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(self.names):
@@ -327,6 +346,56 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(first, second) for *_, first, second in sorted(whole)] + merges
 
 
+def _unigrams(vocabulary: _Vocabulary) -> Any:
+    """The unigrams of SentencePiece: of all ways to make a text of tokens, that whose scores add up to the most."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    unknown, table = vocabulary.number("unknown_token_id") or 0, vocabulary.charsmap()
+    tokenizer = Tokenizer(models.Unigram(_pieces(vocabulary, unknown + 1), unk_id=unknown, byte_fallback=False))
+    changes: list[Any] = [] if table is None else [normalizers.Precompiled(table)]
+    prefix = "always"
+    if vocabulary.flag("remove_extra_whitespaces", default=False):
+        words = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), words])
+    elif vocabulary.flag("add_space_prefix", default=False):
+        changes += [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+    else:
+        prefix = "never"
+        changes += [normalizers.Replace(" ", SPACE)]
+    tokenizer.normalizer = normalizers.Sequence(changes)
+    tokenizer.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme=prefix)
+    return tokenizer
+
+
+def _pieces(vocabulary: _Vocabulary, least: int) -> list[tuple[str, float]]:
+    """Tokens with their scores, and so many of them at least. Those that converters fill a vocabulary up with are in no
+    text, and left out."""
+    scores, types = vocabulary.scores(), vocabulary.types
+    if not np.isfinite(scores).all():
+        raise vocabulary.wrong("scores", "holds numbers that are not finite")
+    used = max((number + 1 for number, kind in enumerate(types) if kind != _UNUSED), default=0)
+    whole = (_CONTROL, _USER_DEFINED)  # found before anything is scored; the least score tells what unknown text costs
+    pieces = zip(vocabulary.tokens, scores, types, strict=True)
+    return [(token, 0.0 if kind in whole else score) for token, score, kind in pieces][: max(used, least)]
+
+
+def _stays_inside(table: bytes) -> bool:
+    """Tells whether a table of characters leads nowhere outside of itself. It is a trie of what is replaced, whose units
+    are numbers of 32 bits behind their size, and the texts that replace it."""
+    size = int.from_bytes(table[:4], "little") // 4
+    if not 0 < size < len(table) // 4:
+        return False
+    units = np.frombuffer(table, "<u4", size, 4).astype(np.int64)
+    texts = np.frombuffer(table[4 + 4 * size :] + b"\0", np.uint8)
+    followed = units < 2**31  # the others are places of texts
+    followed[0] = True
+    after = np.arange(size) ^ (units >> 10 << ((units & 512) >> 6))  # whose last byte is that of the next character
+    if (after[followed] | 255).max() >= size:
+        return False
+    places = units[after[followed & (units & 256 > 0)]] & (2**31 - 1)
+    return bool((places < len(texts)).all() and (texts[places] & 0xC0 != 0x80).all())
+
+
 class _Given:
     """A tokenizer that transformers takes as it is: a copy of a large vocabulary takes as long as all before it."""
 
@@ -337,14 +406,15 @@ class _Given:
         return self._backend
 
 
-def _put_first(tokenizer: Any, vocabulary: _Vocabulary, name: str) -> None:
-    """Let every text begin with a token."""
+def _put_around(tokenizer: Any, vocabulary: _Vocabulary, name: str) -> None:
+    """Let every text begin with a token ("bos"), or end with one ("eos")."""
     from tokenizers.processors import TemplateProcessing
 
-    token, number = vocabulary.named(name), vocabulary.number(name)
+    token, number = vocabulary.named(f"{name}_token_id"), vocabulary.number(f"{name}_token_id")
     if token is None or number is None:
-        raise vocabulary.wrong("add_bos_token", f"is true, and there is no {name}")
-    first = {"id": "begin", "ids": [number], "tokens": [token]}  # its own text may have a meaning in templates
-    tokenizer.post_processor = TemplateProcessing(
-        single=["begin", "$A"], pair=["begin", "$A", "$B"], special_tokens=[first]
+        raise vocabulary.wrong(f"add_{name}_token", f"is true, and there is no {name}_token_id")
+    added = {"id": "added", "ids": [number], "tokens": [token]}  # its own text may have a meaning in templates
+    single, pair = (
+        (["added", "$A"], ["added", "$A", "$B"]) if name == "bos" else (["$A", "added"], ["$A", "added", "$B", "added"])
     )
+    tokenizer.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=[added])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from outrider.errors import ModelLoadError, UnsupportedModelError
+from outrider.loading.file_limits import check_file_limit
 from outrider.loading.gguf.header import AGAIN, ORIGINAL, GgufFile
 
 
@@ -36,6 +37,21 @@ class Values:
         found = self._get(name, default)
         if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found < 2**31:
             raise self._wrong(name, found, "no whole number from 1 on")
+        return found
+
+    def check_layers(self, layers: int) -> int:
+        """Return a number of layers, each of which has a tensor at least."""
+        if layers > len(self.file.tensors):
+            problem = f"it says {layers:,} layers, and holds {len(self.file.tensors)} tensors"
+            raise ModelLoadError(self.file.path, problem, AGAIN)
+        check_file_limit(self.file.path, "layers", layers)
+        return layers
+
+    def token(self, name: str) -> int:
+        """The number of a token."""
+        found = self.get(name)
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < self.rows_of("token_embd.weight", 0):
+            raise self._wrong(name, found, "no token")
         return found
 
     def each_layer(self, name: str, default: int | None = None) -> list[int]:
