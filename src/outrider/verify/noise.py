@@ -147,7 +147,8 @@ def key_bits(keys: Sequence[Key]) -> np.ndarray:
 def _fields(k: Key) -> tuple[int, ...]:
     if k.stream is Stream.GUESS:
         return (k.seed, k.sample, int(Stream.TARGET), k.position, 0)
-    return (k.seed, k.sample, int(k.stream) + (k.drafter << 8), k.position, k.round + (k.branch << 32))
+    who, when = int(k.stream) + (k.drafter << 8), k.round + (k.branch << 32)
+    return (k.seed, k.sample, who & _ALL, k.position, when & _ALL)  # members of many compositions within each other
 
 
 def _mix_one(fields: tuple[int, ...]) -> int:
