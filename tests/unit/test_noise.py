@@ -82,6 +82,11 @@ def test_a_seed_gives_the_same_bits_in_every_release() -> None:
     assert key_bits([key for key, _ in GOLDEN]).tolist() == [bits for _, bits in GOLDEN]
 
 
+def test_many_keys_have_the_bits_of_each_of_them() -> None:
+    keys = [BASE._replace(position=place, drafter=1 << 70, branch=1 << 40) for place in range(50)]
+    assert key_bits(keys).tolist() == [int(key_bits([key])[0]) for key in keys]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("stream", list(Stream))
 def test_a_seed_gives_the_same_tokens_in_every_release(stream: Stream, dtype: torch.dtype) -> None:

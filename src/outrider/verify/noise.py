@@ -141,14 +141,14 @@ def key_bits(keys: Sequence[Key]) -> np.ndarray:
     """64 well-mixed bits a key, as int64 [n]. GUESS keys get the bits of TARGET at the same position."""
     if len(keys) < _MANY:
         return np.array([_mix_one(_fields(key)) for key in keys], np.uint64).view(np.int64)
-    return mix_fields(np.array([_fields(key) for key in keys], np.uint64))
+    # Methods deep within others have numbers beyond 64 bits.
+    return mix_fields(np.array([[field & _ALL for field in _fields(key)] for key in keys], np.uint64))
 
 
 def _fields(k: Key) -> tuple[int, ...]:
     if k.stream is Stream.GUESS:
         return (k.seed, k.sample, int(Stream.TARGET), k.position, 0)
-    who, when = int(k.stream) + (k.drafter << 8), k.round + (k.branch << 32)
-    return (k.seed, k.sample, who & _ALL, k.position, when & _ALL)  # members of many compositions within each other
+    return (k.seed, k.sample, int(k.stream) + (k.drafter << 8), k.position, k.round + (k.branch << 32))
 
 
 def _mix_one(fields: tuple[int, ...]) -> int:
