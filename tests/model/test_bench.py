@@ -197,9 +197,11 @@ def test_what_a_token_reads(llm: LLM) -> None:
     assert packed is None or (rounded.backend.weight_bytes(None) or 0) < 0.52 * packed
 
 
-def test_the_machine_reads_memory() -> None:
+def test_the_machine_reads_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e7 < read_bandwidth(torch.device("cpu"), 2**20, repeats=2) < 1e13
     assert 1e7 < product_peak(torch.device("cpu"), torch.float32, 64, repeats=2) < 1e14
+    monkeypatch.setattr(machine, "_PATIENCE", 0.0)
+    assert 1e7 < product_peak(torch.device("cpu"), torch.float32, 64, repeats=10**9) < 1e14, "it does not go on for ever"
     peak = machine.MemoryWatch(torch.device("cpu")).peak()
     assert peak.cuda is None
     assert peak.resident is None or peak.resident > 2**24
