@@ -175,6 +175,16 @@ def test_kv_is_true_after_every_commit(paths: tuple[str, str], count: int) -> No
     assert audit.worst < 1e-5
 
 
+def test_a_pass_tells_the_scheduler_what_rows_of_prompts_take(paths: tuple[str, str]) -> None:
+    llm = LLM(paths[0], **SETTINGS)
+    scheduler = llm.engine.scheduler
+    before = scheduler._row_seconds
+    llm.generate({"prompt_token_ids": [5] * 20}, SamplingParams(max_tokens=1))
+    assert scheduler._row_seconds == before, "so few rows say nothing"
+    llm.generate({"prompt_token_ids": [7] * 60}, SamplingParams(max_tokens=1))
+    assert scheduler._row_seconds != before
+
+
 def test_the_audit_notices_a_wrong_slot(paths: tuple[str, str]) -> None:
     llm = LLM(paths[0], **SETTINGS)
     request = llm.engine.add_request((1, 2, 3, 4, 5, 6), SamplingParams(max_tokens=9), SpeculationConfig())

@@ -13,7 +13,9 @@ from outrider import LLM
 from outrider.errors import InputError, InvalidPromptError
 from outrider.lab.train.collect import encode_prompts, read_sources
 from outrider.server.chat import encode, ignored_fields, quotable
+from outrider.server.requests import AllowedMethods, JobMaker
 from outrider.server.schemas import ChatRequest
+from outrider.server.settings import ServerSettings
 from outrider.server.tool_forms import ToolForm
 from outrider.server.tools import ToolUse
 
@@ -205,3 +207,13 @@ def test_the_latest_of_much_that_may_be_quoted_is_taken() -> None:
     found = _quoted(messages)
     assert [text[0] for text in found] == ["6", "5", "4", "3"]
     assert [len(json.loads(f'"{text}"')) for text in found] == [10_000, 10_000, 10_000, 2_768]
+
+
+def test_the_engine_gets_what_may_be_quoted(llm: LLM) -> None:
+    maker = JobMaker(
+        llm.prompts, llm.default_params, 512, AllowedMethods(llm.speculation), ServerSettings(model_name="m"), 512
+    )
+    for wanted, found in ({"type": "json_object"}, ("a\\nb",)), (None, ()):
+        body = {"messages": [{"role": "user", "content": "a\nb"}], "response_format": wanted}
+        job = maker.make(ChatRequest.read(json.dumps(body).encode()), None)
+        assert job.options()["references"] == found

@@ -87,7 +87,7 @@ class Schedule:
 MOST_PROMPT_SECONDS, PROMPT_SECONDS_BESIDE_TEXTS = 1.0, 0.5
 #: Fewest rows that the prompts of a pass have, however long they take; from so many on, a pass tells what rows cost.
 _FEWEST_PROMPT_ROWS = 32
-#: What a row is taken to cost before a pass has told; on a slow machine it is no less.
+#: Seconds that a row is taken to cost before a pass has told.
 _UNKNOWN_ROW_SECONDS = 1 / 128
 #: Waiting sequences that are looked at in a step, in search of one with few rows to go.
 _LOOKS = 8
