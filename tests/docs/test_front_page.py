@@ -37,7 +37,7 @@ def test_it_is_alive_and_hides_what_needs_a_server(page: Any) -> None:
         assert words not in shown, words
 
 
-def test_every_scene_takes_a_guess_and_shows_what_was_recorded(page: Any) -> None:
+def test_every_scene_takes_a_guess_and_shows_the_numbers_of_the_record(page: Any) -> None:
     boxes = page.locator(".experiment")
     assert boxes.count() == len(RECORD) - 1
     scenes = page.locator(".lab:has(.predict)").count()
@@ -53,8 +53,6 @@ def test_every_scene_takes_a_guess_and_shows_what_was_recorded(page: Any) -> Non
         assert mine == slider.input_value()
         assert box.locator(".chart, .tree, .distribution, .finding").count() > 0
 
-
-def test_its_numbers_are_those_of_the_record(page: Any) -> None:
     def told(name: str) -> float:
         return float(page.get_attribute(f"[data-name={name}]", "data-value"))
 
