@@ -24,7 +24,7 @@ TEXTS = [
 
 def test_distances_are_total_variation() -> None:
     def reading(laws: list[list[float]], scores: list[float]) -> MeasuredLaws:
-        return MeasuredLaws(torch.tensor(scores).log(), torch.tensor(laws).log())
+        return MeasuredLaws(torch.tensor(scores).log(), torch.tensor(laws).log(), 1)
 
     before = reading([[0.5, 0.25, 0.25], [0.125, 0.75, 0.125]], [0.5, 0.125])
     after = reading([[0.25, 0.5, 0.25], [0.125, 0.75, 0.125]], [0.25, 0.125])
@@ -46,6 +46,9 @@ def test_texts_are_read_in_windows_and_single_tokens_are_left_out() -> None:
     assert seen == [[2, 3], list(range(512)), [4, 5, 6]]
     assert len(found.scores) == 1 + 511 + 2
     assert found.scores.tolist() == pytest.approx([-torch.tensor(513.0).log().item()] * 514)
+    seen.clear()
+    assert [read([[2, 3]] * 3, forward, *bound).windows for bound in ((), (2,), (2, -1.0))] == [3, 2, 1]
+    assert len(seen) == 6, "nothing was read for nothing"
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from statistics import median
+from time import monotonic
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from outrider.model.runner import ModelRunner
 WINDOW = 512
 #: Windows whose perplexity is taken. The laws of the first ones are compared, since those of all might not fit in memory.
 _MOST_WINDOWS = 8
+#: Seconds after which the model as it was begins no further window: with weights in floats a window may take half a minute.
+_PATIENCE = 10.0
 #: Passes of one row that are timed, with rounding and without it in turn.
 _PAIRS = 40
 
@@ -55,21 +60,30 @@ class MeasuredLaws:
 
     scores: Tensor  # the log-probabilities of its tokens, [n]
     laws: Tensor  # the log-probabilities of all tokens in the first places, [some, vocab_size]
+    windows: int  # how many were read
 
 
 @torch.inference_mode()
-def read(texts: Sequence[Sequence[int]], forward: Callable[[Tensor], Tensor]) -> MeasuredLaws:
+def read(
+    texts: Sequence[Sequence[int]],
+    forward: Callable[[Tensor], Tensor],
+    most: int = _MOST_WINDOWS,
+    patience: float = math.inf,
+) -> MeasuredLaws:
     """Returns what a model, token ids [n] to logits [n, vocab_size], says to the beginning of texts, each in windows of its
-    own."""
-    windows = [w for text in texts for w in torch.split(torch.tensor(text), WINDOW) if len(w) > 1][:_MOST_WINDOWS]
+    own: to `most` windows, and to no more after `patience` seconds."""
+    windows = (w for text in texts for w in torch.split(torch.tensor(text), WINDOW) if len(w) > 1)
     scores: list[Tensor] = []
     laws: list[Tensor] = []
-    for window in windows:
+    began = monotonic()
+    for window in islice(windows, most):
         law = forward(window)[:-1].float().log_softmax(-1)
         scores.append(law.gather(1, window[1:, None])[:, 0])
         if sum(len(each) for each in laws) < WINDOW // 2:
             laws.append(law)
-    return MeasuredLaws(torch.cat(scores), torch.cat(laws))
+        if monotonic() - began > patience:
+            break
+    return MeasuredLaws(torch.cat(scores), torch.cat(laws), len(scores))
 
 
 def agreement(original: MeasuredLaws, rounded: MeasuredLaws) -> Agreement:
@@ -121,11 +135,12 @@ def _beside(llm: LLM, **how: Any) -> LLM:
 
 
 def _compared(original: ModelRunner, rounded: ModelRunner, texts: Sequence[Sequence[int]]) -> Rounding:
-    readings = [read(texts, partial(_logits, runner)) for runner in (original, rounded)]
+    before = read(texts, partial(_logits, original), patience=_PATIENCE)
+    after = read(texts, partial(_logits, rounded), before.windows)
     timers = [PassTimer(runner, 1) for runner in (original, rounded)]
     # The first pair warms up.
     pairs = [[timer.seconds(0, 1, logits=True) for timer in timers] for _ in range(1 + _PAIRS)][1:]
-    return Rounding(agreement(*readings), median(before / after for before, after in pairs))
+    return Rounding(agreement(before, after), median(first / second for first, second in pairs))
 
 
 def _logits(runner: ModelRunner, window: Tensor) -> Tensor:
