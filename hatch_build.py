@@ -61,8 +61,9 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
     wanted = {name: flags for name, flags in _sets_of(machine).items() if only is None or name in only}
     with tempfile.TemporaryDirectory() as folder:
         sets = {name: flags for name, flags in wanted.items() if _knows(compiler, flags, folder)}
-        jobs = [("team", "team.c", []), ("dispatch", "dispatch.c", [])]
-        jobs += [(name, "kernels.c", flags) for name, flags in sets.items()]
+        # The sets that come last take longest, and begin first: so no core is left with one of them alone at the end.
+        jobs = [(name, "kernels.c", flags) for name, flags in reversed(sets.items())]
+        jobs += [("team", "team.c", []), ("dispatch", "dispatch.c", [])]
         objects = [os.path.join(folder, f"{name}.o") for name, _, _ in jobs]
         commands = [
             [*compiler, *FLAGS, *flags, "-c", str(sources / source), "-o", target]
