@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from outrider.draft import Draft, Law
 from outrider.engine.sequence import Sequence
+from outrider.propose import suffix
 from outrider.propose.base import DraftNoise, ProposeRequest
 from outrider.propose.suffix import SharedTexts, SuffixProposer
 from outrider.verify.noise import KeyedNoise
@@ -84,6 +87,26 @@ def test_references_are_followed_as_the_text_grows() -> None:
         seq.token_ids.append(token)
         (found,) = proposer.propose([ProposeRequest(seq.view, 8)], NOISE)
         assert found.token_ids == expected, token
+
+
+def test_long_texts_are_read_in_parts_and_short_ones_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "_READ_AT_ONCE", 6)
+    proposer = SuffixProposer(2, 2.0)
+    references = ((60, 61, 62, 63, 64, 65, 66, 67, 68, 69), (), (50, 51, 52))
+    long = [begun(proposer, [7, 8, 7, 8, 7, 8, 9, 50, 51], references=references) for _ in range(2)]
+    short = begun(proposer, [1, 2, 3, 1, 2])
+    found = []
+    for _ in range(9):
+        drafts = proposer.propose([ProposeRequest(seq.view, 1) for seq in (*long, short)], NOISE)
+        found.append([each.token_ids for each in drafts])
+    assert found[0] == [(), (), (3,)]
+    assert found[-1] == [(52,), (52,), (3,)]
+    read = [sum(map(bool, each)) for each in found]
+    assert read == [1, 1, 1, 1, 2, 3, 3, 3, 3], "18 tokens of two texts, and 13 that both may quote"
+    assert len(proposer._references) == 2
+    for seq in (*long, short):
+        proposer.finish(seq.view)
+    assert not proposer._references, "nothing is kept of what nobody quotes"
 
 
 def test_a_path_that_was_not_taken_leaves_no_trace() -> None:

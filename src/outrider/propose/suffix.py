@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Annotated, ClassVar
+from weakref import WeakValueDictionary
 
 from pydantic import Field
 
@@ -125,6 +126,9 @@ class SuffixAutomaton:
 _CONTEXTS = 3
 #: Tokens before the place where drafts begin that are followed in references: no longer match is needed.
 _LEAD = 32
+#: Tokens that are read in a step, of texts and of what they may quote, all together: the step waits for them, some ten
+#: microseconds for each. A text is drafted for when it is read to its end.
+_READ_AT_ONCE = 4096
 #: A node is worth its row where the target follows the draft that far at least so often.
 _LEAST_CHANCE = 0.1
 #: What its shortest match is called in llama.cpp's commands.
@@ -186,12 +190,41 @@ class _AutomatonReader:
         self.num_read = len(tokens)
 
 
+class _References:
+    """The texts that the outputs of a request may quote, in an automaton that reads them in parts."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self.automaton = SuffixAutomaton()
+        self._texts, self._text, self._token = texts, 0, 0
+
+    @property
+    def is_read(self) -> bool:
+        """True if the automaton has all of it. Before, a text that is followed in it would not find what comes later."""
+        return self._text == len(self._texts)
+
+    def read(self, most: int) -> int:
+        """Read so many further tokens at most; returns how many these were."""
+        left = most
+        while left and not self.is_read:
+            text = self._texts[self._text]
+            part = text[self._token : self._token + left]
+            if self._token == 0:
+                self.automaton.begin()
+            for token in part:
+                self.automaton.append(token)
+            left, self._token = left - len(part), self._token + len(part)
+            if self._token == len(text):
+                self._text, self._token = self._text + 1, 0
+        return most - left
+
+
 @dataclass
 class _Lookup:
     """Holds what is kept for one sequence."""
 
     own: SuffixAutomaton
-    references: list[_AutomatonReader]  # one, or none where the request has no references
+    references: _References
+    quoted: _AutomatonReader  # of the references
     num_read: int = 0
     readers: list[_AutomatonReader] = field(default_factory=list)  # of earlier texts
 
@@ -254,19 +287,21 @@ class SuffixProposer(Proposer):
         self._branches = branches
         self.shared = shared
         self._lookups: dict[int, _Lookup] = {}
+        #: The samples of a request share what they quote.
+        self._references: WeakValueDictionary[tuple[str | None, object], _References] = WeakValueDictionary()
 
     def begin(self, sequence: ProposerSequence) -> None:
-        references, automaton = [], SuffixAutomaton()
-        for reference in sequence.references:
-            automaton.begin()
-            for token in reference:
-                automaton.append(token)
-        if sequence.references:
-            start = max(0, len(sequence.known_token_ids) - _LEAD)
-            references.append(_AutomatonReader(automaton, num_read=start))
-        self._lookups[sequence.seq_id] = _Lookup(SuffixAutomaton(), references)
+        known = (sequence.namespace, sequence.references)
+        references = self._references.get(known) or _References(sequence.references)
+        self._references[known] = references
+        start = max(0, len(sequence.known_token_ids) - _LEAD)
+        quoted = _AutomatonReader(references.automaton, num_read=start)
+        self._lookups[sequence.seq_id] = _Lookup(SuffixAutomaton(), references, quoted)
 
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        left = _READ_AT_ONCE
+        for sequence in sorted((request.sequence for request in requests), key=self._num_unread):
+            left -= self._read(sequence, left)
         return [self._draft(request) for request in requests]
 
     def finish(self, sequence: ProposerSequence) -> None:
@@ -283,7 +318,21 @@ class SuffixProposer(Proposer):
         assert isinstance(state, SharedTexts)
         self.shared = deepcopy(state)
 
+    def _num_unread(self, sequence: ProposerSequence) -> int:
+        return len(sequence.known_token_ids) - self._lookups[sequence.seq_id].num_read
+
+    def _read(self, sequence: ProposerSequence, most: int) -> int:
+        """Read so many further tokens of a text and of what it may quote; returns how many these were."""
+        lookup = self._lookups[sequence.seq_id]
+        part = sequence.known_token_ids[lookup.num_read : lookup.num_read + most]
+        for token in part:
+            lookup.own.append(token)
+        lookup.num_read += len(part)
+        return len(part) + lookup.references.read(most - len(part))
+
     def _draft(self, request: ProposeRequest) -> Draft:
+        if self._num_unread(request.sequence):
+            return EMPTY
         best = max(self._guesses(request), key=lambda guess: guess.expected, default=None)
         if best is None or not best.tokens:
             return EMPTY
@@ -294,13 +343,11 @@ class SuffixProposer(Proposer):
         """One guess for each place where the text's end was found."""
         lookup = self._lookups[request.sequence.seq_id]
         own, tokens = lookup.own, request.sequence.known_token_ids
-        for token in tokens[lookup.num_read :]:
-            own.append(token)
-        lookup.num_read = len(tokens)
         match = max(own.links[own.last], ROOT)
         state, length = _along(own, match, own.lengths[match], request.path)
         yield from self._contexts(own, state, length, request, Law.DETERMINISTIC)
-        for reader in (*lookup.references, *self._readers(lookup, request.sequence)):
+        quoted = [lookup.quoted] if lookup.references.is_read else []
+        for reader in (*quoted, *self._readers(lookup, request.sequence)):
             reader.read(tokens)
             state, length = _along(reader.automaton, reader.state, reader.length, request.path)
             yield from self._contexts(reader.automaton, state, length, request, Law.OPAQUE)

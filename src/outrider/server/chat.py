@@ -119,10 +119,10 @@ def quotable(asked: ChatRequest, tools: ToolUse | None) -> tuple[str, ...]:
     for message in reversed(conversation(asked.messages)):
         text = message.get("content") or ""
         text = (text if isinstance(text, str) else "\n".join(part.get("text", "") for part in text))[:room]
-        quoted = json.dumps(text, ensure_ascii=False)[1:-1]
+        quoted = json.dumps(text, ensure_ascii=False)[1:-1][:room]
         if message["role"] in ("user", "tool") and quoted != text:
             found.append(quoted)
-            room -= len(text)
+            room -= len(quoted)
     return tuple(found)
 
 

@@ -288,11 +288,13 @@ class MethodChoice:
                         choice_set.governor.observe_step(work, believed)
 
     def observe_target(self, committed: Seq[Committed], out: ForwardOutput) -> None:
-        """Take note of how sure the target is of the texts, by its logits before any parameter. Later in a text it is done
-        in some steps only, since each look takes time."""
+        """Take note of how sure the target is of the texts, by its logits before any parameter, where draft models may be
+        chosen: of lookups it says nothing. Later in a text it is done in some steps only, since each look takes time."""
         for rows in committed:
             choice_set, done = self._of.get(rows.item.seq.seq_id), rows.sequence.round
-            if rows.verdict is None or choice_set is None or (done > _LOOKS and done % _LOOKS_EVERY):
+            if rows.verdict is None or choice_set is None or not choice_set.models:
+                continue
+            if done > _LOOKS and done % _LOOKS_EVERY:
                 continue
             begun = thread_time()
             with self._contained(choice_set):
