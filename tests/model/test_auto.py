@@ -276,6 +276,10 @@ def test_it_is_told_how_sure_the_target_was_of_every_token(
             want += likeliest[first : first + len(found.accepted) + 1]
     assert told == pytest.approx(want)
     assert any(found.accepted for found in rounds), "rows of drafts are looked at, too"
+    told.clear()
+    with LLM(pair[0], dtype="float64", speculation=auto({"method": "suffix"})) as llm:
+        llm.generate([COPY], sampling)
+    assert not told, "of lookups it says nothing, and a look takes time"
 
 
 def test_what_was_learnt_is_kept_for_a_few_sets_of_methods(pair: tuple[str, str]) -> None:
