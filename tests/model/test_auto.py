@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams, SpeculationConfig
+from outrider import LLM, SamplingParams, SpeculationConfig, StructuredOutputs
+from outrider.config import default_model
 from outrider.engine.drafting import calibration, choices
 from outrider.engine.drafting.choosing import MethodChoice
 from outrider.errors import InvalidParameterError
@@ -280,6 +281,18 @@ def test_it_is_told_how_sure_the_target_was_of_every_token(
     with LLM(pair[0], dtype="float64", speculation=auto({"method": "suffix"})) as llm:
         llm.generate([COPY], sampling)
     assert not told, "of lookups it says nothing, and a look takes time"
+
+
+def test_what_calls_and_structures_teach_is_not_taken_for_what_other_texts_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[Any] = []
+    begin = Governor.begin
+    monkeypatch.setattr(Governor, "begin", lambda self, request, of: (kinds.append(of), begin(self, request, of))[0])
+    structure = StructuredOutputs(regex="[a-z]{3}")
+    with LLM(default_model("draft"), speculation=auto({"method": "suffix"})) as llm:
+        for given, namespace in ((None, "a"), (structure, "a"), (None, "a"), (structure, "b")):
+            llm.generate(["x = "], SamplingParams(max_tokens=3, structured_outputs=given), namespace=namespace)
+    assert kinds[0] == kinds[2]
+    assert len(set(kinds)) == 3
 
 
 def test_what_was_learnt_is_kept_for_a_few_sets_of_methods(pair: tuple[str, str]) -> None:

@@ -88,7 +88,9 @@ class MethodChoice:
             if not found.is_off:
                 with self._contained(found):
                     self._of[seq.seq_id] = found
-                    found.governor.begin(seq.seq_id, seq.request.options.namespace)
+                    # What drafts are worth in calls and structures says little of a tenant's other texts.
+                    kind = seq.request.params.structured_outputs is not None
+                    found.governor.begin(seq.seq_id, (seq.request.options.namespace, kind))
 
     def finish(self, seq: Sequence) -> None:
         """A sequence has ended."""
