@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 from outrider.errors import InvalidPromptError
@@ -46,7 +47,13 @@ def template_of(tokenizer: Any, *, tools: bool = False) -> str:
 
 def reads(template: str, name: str) -> bool:
     """Tells whether a chat template reads a field of this name."""
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+    return name in _words(template)
+
+
+@lru_cache(maxsize=8)
+def _words(template: str) -> frozenset[str]:
+    """The words of a chat template. They are found once, since whoever asks may have named many fields."""
+    return frozenset(re.findall(r"\w+", template))
 
 
 def unread_fields(messages: Conversation, template: str) -> tuple[str, ...]:

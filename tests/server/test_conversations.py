@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,15 @@ def test_fields_that_nobody_reads_are_told(llm: LLM, write: Any) -> None:
     assert "messages.reasoning_details" not in ignored_fields(asked, llm.prompts)
     text = llm.tokenizer.decode(encode(asked, llm.prompts))  # type: ignore[union-attr]
     assert text == "<user><user>a1"
+
+
+def test_fields_without_number_hold_up_nobody(llm: LLM, write: Any) -> None:
+    message = {"role": "user", "content": "a", **{f"k{place:070}": 1 for place in range(20_000)}}
+    asked = ChatRequest.read(json.dumps({"messages": [message]}).encode())
+    llm.tokenizer.chat_template = CHATML  # type: ignore[union-attr]
+    began = time.thread_time()
+    assert len(ignored_fields(asked, llm.prompts)) == 50
+    assert time.thread_time() - began < 0.5, "as long the event loop serves nobody"
 
 
 def _quoted(messages: list[dict[str, Any]], form: ToolForm | None = "hermes", **more: Any) -> tuple[str, ...]:
