@@ -75,7 +75,8 @@ class Item(Turn):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, given: object) -> object:
-        kind = given.get("type", "message") if isinstance(given, dict) else None
+        kind = given.get("type") if isinstance(given, dict) else None
+        kind = "message" if kind is None else kind
         if isinstance(given, dict) and isinstance(kind, str):
             if kind not in _ITEMS:
                 problem = (
@@ -259,12 +260,13 @@ def _conversation(asked: ResponsesRequest, names: dict[str, str]) -> list[dict[s
     if isinstance(asked.input, str):
         return [*found, {"role": "user", "content": asked.input}]
     called: dict[str, str] = {}  # the names of functions by the ids of calls
+    num_before = len(found)
     for place, item in enumerate(asked.input):
         _add(found, item, called)
         if item.type == "function_call":
             call = f"messages.{len(found) - 1}.tool_calls.{len(found[-1]['tool_calls']) - 1}"
             names[f"{call}.function.arguments"] = f"input.{place}.arguments"
-    if not asked.input or found[-1]["role"] == "assistant":
+    if len(found) == num_before or found[-1]["role"] == "assistant":
         problem = "the conversation ends with the model's own turn" if asked.input else "there is no item"
         raise InvalidPromptError(
             "input", "...", problem, "Let it end with a message of the user, or with an output of a tool."
