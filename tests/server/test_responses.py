@@ -154,7 +154,7 @@ def test_a_call_goes_back_with_its_output(client: openai.OpenAI, server: Server)
 
 
 def test_functions_of_a_namespace_are_called_by_it(client: openai.OpenAI, server: Server) -> None:
-    tools: Any = [TOOLS[1], {"type": "namespace", "name": "robot", "description": "Acts.", "tools": TOOLS}]
+    tools: Any = [{**TOOLS[1], "tools": []}, {"type": "namespace", "name": "robot", "description": "Acts.", "tools": TOOLS}]
     fields: Any = {"tools": tools, "max_output_tokens": 200}
     choice: Any = {"type": "function", "name": "move", "namespace": "robot"}
     (call,) = both(client, **fields, tool_choice=choice, parallel_tool_calls=False).output

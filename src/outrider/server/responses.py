@@ -240,7 +240,7 @@ _FUNCTION = ("name", "description", "parameters", "strict")
 def functions_of(tools: Iterable[ResponseTool]) -> Iterator[tuple[str, str, FunctionTool]]:
     """The functions in tools: where each stands, what it is called in chats, and itself."""
     for place, tool in enumerate(tools):
-        if tool.tools is None:
+        if tool.type == "function":
             yield f"tools.{place}", tool.name, tool
         for inner, function in enumerate(tool.tools or ()):
             yield f"tools.{place}.tools.{inner}", full_name(function.name, tool.name), function
