@@ -20,6 +20,7 @@ except SystemExit as end:
     assert not end.code
 """
 GENERATE = COMMAND.format(arguments=["generate", "--prompt", "Once", "--max-tokens", "2"])
+SERVE = COMMAND.format(arguments=["serve", "/no.gguf"]).replace("not end.code", "end.code == 2")
 LIBRARY = """
 from outrider import LLM, SamplingParams
 LLM().generate("Once", SamplingParams(max_tokens=2))
@@ -56,8 +57,9 @@ def imported(code: str) -> set[str]:
         (COMMAND.format(arguments=["--help"]), HEAVY | SELDOM),
         (LIBRARY, SELDOM | {"rich", "typer", "outrider.cli"}),
         (GENERATE, SELDOM | BESIDE),
+        (SERVE, SELDOM | BESIDE | {"triton"}),
     ],
-    ids=["import", "help", "library", "generate"],
+    ids=["import", "help", "library", "generate", "serve"],
 )
 def test_what_is_not_needed_is_not_imported(code: str, left_out: set[str]) -> None:
     found = imported(code)

@@ -14,6 +14,7 @@ import typer
 
 from outrider.cli import options
 from outrider.cli.flags import Flags, with_options
+from outrider.cli.startup import light_imports
 from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -116,8 +117,9 @@ def serve(
     _check_installed()
     keys, settings = _settings(reached, api_key_file, model_name=served_model_name or _usual_name(model), **given)
     records = None if record is None else _record_folder(record, keys)
-    tls = certificate.options()
-    place = _listen(reached, settings, has_keys=bool(keys), is_single=replicas is None)
+    with light_imports():  # of the routes, which bring all that models need
+        tls = certificate.options()
+        place = _listen(reached, settings, has_keys=bool(keys), is_single=replicas is None)
     loading["profile"] = profile
     make = partial(_service, model, who, template, settings, allowed, keys)
     if replicas is not None:
