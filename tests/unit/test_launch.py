@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import tomllib
@@ -36,13 +37,19 @@ sys.exit(3)
 _SERVER = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+END = ["nanobind: leaked 1 types!", ' - leaked type "a"', " - ... skipped remainder", "See https://nanobind.rtfd.io", ""]
+BOX = ["╭─ Error ───╮", "│ No such   │", "│ option: x │", "╰───────────╯"]
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps({"data": [{"id": " ".join(sys.argv[1:]), "max_model_len": 256}]}).encode())
 if sys.argv[1] == "broken":
-    sys.exit("outrider: no such model")
+    print("outrider: no such model.\\nName another.", *END, sep="\\n", file=sys.stderr)
+if sys.argv[1] == "unknown":
+    print("Usage: outrider", *BOX, *END, sep="\\n", file=sys.stderr)
+if sys.argv[1] in ("broken", "unknown"):
+    sys.exit(2)
 server = HTTPServer(("127.0.0.1", 0), Handler)
 print(json.dumps({"event": "listening", "url": f"http://127.0.0.1:{server.server_port}"}), file=sys.stderr, flush=True)
 server.serve_forever()
@@ -137,8 +144,9 @@ def test_a_server_that_was_started_ends_with_the_program(
     with pytest.raises(OSError, match="refused"):
         urlopen(f"{found['env']['ANTHROPIC_BASE_URL']}/v1/models")
     assert "--method suffix" in capfd.readouterr().err
-    with pytest.raises(EngineAnswerError, match="no such model"):
-        started(told, "claude", model="broken")
+    for name, said in (("broken", "no such model. Name another."), ("unknown", "No such option: x")):
+        with pytest.raises(EngineAnswerError, match=re.escape(f"({said})")):
+            started(told, "claude", model=name)
 
 
 def test_what_cannot_be_started_is_told(told: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -213,6 +214,19 @@ def _server(model: str, options: list[str]) -> Iterator[str]:
             process.wait()
 
 
+#: Lines that say nothing of an error: edges of boxes, and what a library says of its memory when a process ends.
+_NOISE = re.compile(r"\s*$|[╭╰]|nanobind: | - leaked | - \.\.\. skipped |See https://nanobind")
+
+
+def _last_words(lines: list[str]) -> str:
+    """The error with which a server has ended: its own, of the lines of a box, or its last line. Empty for none."""
+    said = [line for line in lines if not _NOISE.match(line)]
+    own = [place for place, line in enumerate(said) if line.startswith("outrider: ")]
+    boxed = [line for line in said if line.startswith("│")]
+    words = said[own[-1] :] if own else boxed or said[-1:]
+    return " ".join(word.removeprefix("outrider: ").strip("│ \n") for word in words)
+
+
 def _listening(process: subprocess.Popen[bytes], log: Path) -> str:
     """The address of a server that has begun; waits for it."""
     while True:
@@ -222,7 +236,7 @@ def _listening(process: subprocess.Popen[bytes], log: Path) -> str:
         if found is not None:
             return str(json.loads(found)["url"])
         if is_over:
-            said = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {process.returncode}")
+            said = _last_words(lines) or f"exit code {process.returncode}"
             raise EngineAnswerError("outrider serve", f"it has ended ({said})", "Start it alone to see more.")
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
