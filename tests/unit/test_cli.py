@@ -406,6 +406,7 @@ def test_one_bad_prompt_among_several() -> None:
         (("generate", "/nowhere/at/all", "-p", "x"), 2, "model='/nowhere/at/all': no such folder"),
         (("generate", "-p", "x", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
         (("bench", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
+        (("generate", "./nowhere.gguf", "-p", "x"), 2, "model='./nowhere.gguf': no such file"),
         (("prove", "./nowhere"), 2, "model='./nowhere': no such folder"),
         (("chat",), 2, "model='the embedded default': it has no chat template"),
         *(

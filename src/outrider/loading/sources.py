@@ -29,6 +29,8 @@ def check_sources(**sources: str | None) -> None:
             continue
         if os.path.exists(source):
             check_is_checkpoint(name, source)
+        elif source.endswith(".gguf"):
+            raise InvalidParameterError(name, source, "no such file", "Give the path of a GGUF file.")
         elif not _may_be_hub_id(source):
             remedy = "Give the folder that holds config.json and the weights, or a hub id like owner/name."
             raise InvalidParameterError(name, source, "no such folder", remedy)
