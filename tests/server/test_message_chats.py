@@ -43,6 +43,8 @@ def test_a_system_prompt_comes_first_without_what_is_for_anthropic() -> None:
     assert told(USER, system="be kind") == [("system", "be kind"), ("user", "x")]
     billing = text("x-anthropic-billing-header: cc_version=2.1; cch=5f")
     assert told(USER, system=[billing, text("be"), text("kind")]) == [("system", "be|kind"), ("user", "x")]
+    lines = f"{billing['text']}\nbe\nkind"
+    assert told(USER, system=lines) == told(USER, system=[text(lines)]) == [("system", "be\nkind"), ("user", "x")]
     assert told(USER, system=[billing]) == told(USER, system="") == told(USER) == [("user", "x")]
     assert told(USER, {"role": "system", "content": "now"}, USER)[1:] == [("system", "now"), ("user", "x")]
 

@@ -34,7 +34,7 @@ _BLOCK_REMEDY = "Use blocks of the types text, tool_use, tool_result and thinkin
 #: What of blocks and tools is passed over without a word: marks for caches, since the prefix cache needs none, what answers
 #: have and comes back with them, and a wish for what is so anyway.
 _IDLE = frozenset({"cache_control", "citations", "caller", "eager_input_streaming"})
-#: A block of the system prompt that Claude Code begins with. It is for Anthropic's own servers, and changes from request to
+#: A line that Claude Code's system prompt begins with. It is for Anthropic's own servers, and changes from request to
 #: request, so that nothing behind it would be found in a cache.
 _BILLING = "x-anthropic-billing-header:"
 #: Fields of chats that have no other name in this API, and so may stand in its requests too.
@@ -228,8 +228,7 @@ _OF_TOOLS = {"name": "name", "description": "description", "parameters": "input_
 def _conversation(asked: CountRequest) -> list[dict[str, Any]]:
     """The messages of the chat. Turns of the user that follow each other are one, and so are those of the model."""
     found: list[dict[str, Any]] = []
-    system = [part for part in _texts(asked.system) if not part["text"].startswith(_BILLING)]
-    if system:
+    if system := list(_without_billing(asked.system)):
         found.append({"role": "system", "content": system})
     called: dict[str, str] = {}  # the names of functions by the ids of calls
     for turn in asked.messages:
@@ -240,6 +239,15 @@ def _conversation(asked: CountRequest) -> list[dict[str, Any]]:
         else:
             _user(found, turn.content, called)
     return found
+
+
+def _without_billing(system: str | list[Block] | None) -> Iterator[dict[str, Any]]:
+    """The parts of a system prompt, without the line of Claude Code's billing."""
+    for part in _texts(system):
+        if not part["text"].startswith(_BILLING):
+            yield part
+        elif behind := part["text"].partition("\n")[2]:
+            yield {**part, "text": behind}
 
 
 def _texts(content: str | list[Block] | None) -> list[dict[str, Any]]:
