@@ -329,6 +329,14 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
             "tools.2.input_schema=",
         ),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no such"}}}}, "output_config.format="),
+        (
+            {
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+                "tools": TOOLS,
+                "tool_choice": {"type": "any"},
+            },
+            "tool_choice.type='any': the text cannot be a call",
+        ),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences="),
         ({"max_tokens": None}, "max_tokens: the field is missing"),
         ({"max_tokens": 0}, "max_tokens="),

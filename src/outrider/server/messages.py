@@ -37,11 +37,13 @@ _IDLE = frozenset({"cache_control", "citations", "caller", "eager_input_streamin
 #: A line that Claude Code's system prompt begins with. It is for Anthropic's own servers, and changes from request to
 #: request, so that nothing behind it would be found in a cache.
 _BILLING = "x-anthropic-billing-header:"
+#: Fields of chats that hold a structure.
+_STRUCTURES = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 #: Fields of chats that have no other name in this API, and so may stand in its requests too.
 _OF_CHATS = frozenset(
     {
         *(SAME.keys() - {"n", "temperature", "top_p", "top_k", "stop"}),  # which it has itself, or leaves out
-        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        *_STRUCTURES,
         *("speculation", "prediction", "priority", "store", "chat_template_kwargs"),
     }
 )
@@ -215,6 +217,11 @@ def as_chat(asked: CountRequest, template: str) -> ChatRequest:
     ignored = _unknown(asked)
     fields |= _thinking(asked, template, extra.get("chat_template_kwargs"), ignored)
     fields |= _output(asked, template, ignored)
+    choice = asked.tool_choice
+    structures = any(fields.get(name) is not None for name in ("response_format", *_STRUCTURES))
+    if structures and choice is not None and choice.type in ("any", "tool"):
+        problem = "the text cannot be a call and have a structure of its own"
+        raise ContradictionError("tool_choice.type", choice.type, problem, "Leave one of them out.")
     named = {"stop": "stop_sequences", "response_format": "output_config.format"}
     for place in range(len(asked.tools or ())):
         named |= {f"tools.{place}.function.{inner}": f"tools.{place}.{name}" for inner, name in _OF_TOOLS.items()}
