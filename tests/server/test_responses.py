@@ -291,3 +291,22 @@ def test_what_is_passed_over_is_named(server: Server) -> None:
     )
     assert httpx.post(f"{server.url}/v1/responses", content=odd, headers=headers).json()["tools"] == []
     assert "does not speak" in server.post("/v1/responses/resp_1/cancel", {}).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "limit", "stop"),
+    [
+        ("/v1/responses", {"input": PROMPT}, "max_output_tokens", "stop"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": PROMPT}]}, "max_tokens", "stop_sequences"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}, "max_tokens", "stop"),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True}, "max_tokens", "stop"),
+    ],
+)
+def test_the_first_piece_is_what_the_model_wrote(server: Server, path: str, prompt: Any, limit: str, stop: str) -> None:
+    """And not what stands at the beginning of each stream: it comes before the prompt is read."""
+    for stops in (["no"], ["other"]):
+        body = {**prompt, limit: 24, stop: stops, "guided_choice": ["no"], "stream": True}
+        response = server.post(path, body)
+        logged = server.logged(event="request", request_id=response.headers["x-request-id"])
+        assert response.status_code == logged["status"] == 200
+        assert ("first_piece_seconds" in logged) is (stops == ["other"])

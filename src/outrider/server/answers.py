@@ -47,6 +47,7 @@ class Answer(ABC):
         self.created = int(time.time())
         self.outputs: dict[int, CompletionOutput] = {}  # by number of the choice, as they end
         self.num_told = 0  # tokens that the client was told
+        self.has_begun = False  # whether a stream has told a text, a thought or a call
 
     def whole(self, found: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer at once."""
@@ -185,6 +186,7 @@ class CompletionAnswer(Answer):
             return None
         text = piece.text if piece.prompt_logprobs is None else self._prompt(number).text + piece.text
         logprobs = self._shape(number, piece.prompt_logprobs, piece.logprobs)
+        self.has_begun |= bool(piece.text)
         return {"index": number, "text": text, "logprobs": logprobs, **_end(piece.output), **extras}
 
     def _shape(
@@ -261,6 +263,7 @@ class ChatAnswer(Answer):
         listener = self._listeners.get(number)  # a call that a stop string has cut off is nothing to carry out
         called = listener is not None and listener.num_calls > 0 and not listener.is_in_call
         logprobs = self._scores(piece.logprobs)
+        self.has_begun |= bool(delta)
         return {"index": number, "delta": delta, "logprobs": logprobs, **_end(piece.output, called=called), **extras}
 
     def _scores(self, logprobs: Sequence[PositionLogprobs] | None) -> dict[str, Any] | None:

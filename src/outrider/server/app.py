@@ -340,7 +340,8 @@ async def _read(service: Service, call: Call, shaped: Answer, streams: list[Asyn
     parts = events(shaped, streams, service.deadlines, end, failures.append)
     async with aclosing(parts) as found:
         async for part in found:
-            call.began()
+            if shaped.has_begun:
+                call.began()
             yield part
     if not failures:
         _wrote(service, call, shaped)

@@ -85,7 +85,7 @@ class Call:
             raise ApiError(408, problem, code="request_timeout", headers={"Connection": "close"}) from None
 
     def began(self) -> None:
-        """The first piece of a stream has come."""
+        """The first piece that the model wrote of a stream has come."""
         if self._first is None:
             self._first = self.seconds
             self._metrics.began(self._first)

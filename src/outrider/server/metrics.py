@@ -54,7 +54,7 @@ class ServerMetrics:
         )
         self._first = self._histogram(
             "outrider:stream_first_piece_seconds",
-            "Seconds from a streamed request to its first piece of text.",
+            "Seconds from a streamed request to its first piece of text, thoughts or a call.",
             _FIRST_TOKEN,
         )
         self._requests = self._counter("outrider:http_requests", "Requests by `path` and `status`.", "path", "status")
