@@ -86,6 +86,7 @@ def test_a_text_is_that_of_the_offline_api_and_of_a_chat(client: openai.OpenAI, 
     assert (response.object, response.model, response.status) == ("response", NAME, "incomplete")
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
+    assert [item["status"] for item in items(response)] == ["incomplete"]
     body = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 24}
     chat = server.post("/v1/chat/completions", body).json()
     assert (response.model_extra or {})["speculation"] == chat["speculation"]

@@ -46,7 +46,10 @@ class ResponseAnswer(ChatAnswer):
             self._output.append(_done(_item("message"), text, scores))
         for call in message.get("tool_calls", ()):
             self._output.append(_done(self._call(call), call["function"]["arguments"], []))
-        return self._response(_status(choice), _usage(told["usage"]), told["speculation"])
+        status = _status(choice)
+        if self._output and self._output[-1]["type"] != "function_call" and self._is_cut("message", status):
+            self._output[-1]["status"] = "incomplete"
+        return self._response(status, _usage(told["usage"]), told["speculation"])
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """One chunk, which is told as the beginning of the response."""
@@ -62,9 +65,9 @@ class ResponseAnswer(ChatAnswer):
             self._outcome["speculation"] = chunk["speculation"]
         if chunk["usage"] is None:
             return found
-        is_cut = any(listener.is_in_call for listener in self._listeners.values())
-        found += b"".join(self._close(is_cut=is_cut))
         status = self._outcome["status"]
+        is_cut = self._open is not None and self._is_cut(self._open["type"], status)
+        found += b"".join(self._close(is_cut=is_cut))
         response = self._response(status, _usage(chunk["usage"]), self._outcome.get("speculation"))
         return found + self._sent(status["status"], response=response)
 
@@ -101,6 +104,11 @@ class ResponseAnswer(ChatAnswer):
         if choice["finish_reason"] is not None:
             self._outcome["status"] = _status(choice)
 
+    def _is_cut(self, kind: str, status: dict[str, Any]) -> bool:
+        """Tells whether the end of the text has cut off its last item. A call may also be cut off by a stop string."""
+        is_in_call = any(listener.is_in_call for listener in self._listeners.values())
+        return is_in_call if kind == "function_call" else status["status"] == "incomplete" and not is_in_call
+
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         """The item of a call that has just begun."""
         named = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress"}
@@ -125,7 +133,7 @@ class ResponseAnswer(ChatAnswer):
         return self._of_item(kind, **place, delta=text, **more)
 
     def _close(self, *, is_cut: bool = False) -> Iterator[bytes]:
-        """End the item that is being told, if there is one. A call that is cut off is incomplete: nobody is to run it."""
+        """End the item that is being told, if there is one. What is cut off is incomplete: nobody is to run such a call."""
         if self._open is None:
             return
         text, kind = "".join(self._parts), self._open["type"]
@@ -136,9 +144,7 @@ class ResponseAnswer(ChatAnswer):
             yield self._of_item("content_part.done", content_index=0, part=_text_part(text, self._told_scores))
         else:
             yield self._of_item("function_call_arguments.done", arguments=text, name=self._open["name"])
-        over = _done(self._open, text, self._told_scores) | (
-            {"status": "incomplete"} if is_cut and kind == "function_call" else {}
-        )
+        over = _done(self._open, text, self._told_scores) | ({"status": "incomplete"} if is_cut else {})
         yield self._sent("output_item.done", output_index=len(self._output), item=over)
         self._output.append(over)
         self._open = None
