@@ -112,8 +112,13 @@ def test_a_request_that_is_cut_off_gets_no_answer(server: Server) -> None:
 
 @pytest.mark.parametrize("headers", [{"x": "y" * 70_000}, {f"x{i}": "y" * 100 for i in range(650)}], ids=["one", "many"])
 def test_headers_beyond_the_limit_are_refused_however_they_come(server: Server, headers: dict[str, str]) -> None:
-    status, body = answer_to(server, request({"prompt": "x", "max_tokens": 1}, **headers))
+    asked = request({"prompt": "x", "max_tokens": 1}, **headers)
+    status, body = answer_to(server, asked)
     assert (status, json.loads(body)["error"]["code"]) == (431, "headers_too_large")
+    status, body = answer_to(server, asked.replace(b"/v1/completions", b"/v1/messages?beta=true"))
+    told = json.loads(body)
+    assert (status, told["type"], told["error"]["details"]) == (431, "error", {"error_code": "headers_too_large"})
+    assert len(told["request_id"]) == 24
 
 
 def test_headers_up_to_the_limit_are_taken(server: Server) -> None:

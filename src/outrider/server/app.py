@@ -43,7 +43,7 @@ from outrider.server.schemas import ChatRequest, CommonRequest, CompletionReques
 from outrider.server.service import Service, close, described
 from outrider.server.streams import events, while_connected
 from outrider.server.tenants import Meter
-from outrider.server.wire import encoded, error_body, is_json, is_of_messages
+from outrider.server.wire import encoded, error_body, is_json, naming_headers
 
 Handler = Callable[[Service, Call], Awaitable[Response]]
 
@@ -119,7 +119,7 @@ def route(service: Service, path: str, handler: Handler, method: str = "GET", *,
                 response = await handler(service, call)
         except (Exception, asyncio.CancelledError) as error:
             response = _refusal(call, error)
-        response.headers.update(_named(call.id, path))
+        response.headers.update(naming_headers(call.id, path))
         if not isinstance(response, StreamingResponse) and not open_to_all:
             call.ended(response.status_code, getattr(response, "code", None))
         return response
@@ -159,13 +159,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
         problem = f"{request.method} {path}: {error.detail}{_route_elsewhere(path) or _routes_like(request)}"
         found = ApiError(error.status_code, problem, code="no_such_route")
     name = request_id(request)
-    return answer(error_body(found, path, name), found.status, {**(error.headers or {}), **_named(name, path)})
-
-
-def _named(request_id: str, path: str) -> dict[str, str]:
-    """The headers that tell the id of a request; Anthropic's clients know it by another name."""
-    names = ("x-request-id", "request-id") if is_of_messages(path) else ("x-request-id",)
-    return dict.fromkeys(names, request_id)
+    return answer(error_body(found, path, name), found.status, {**(error.headers or {}), **naming_headers(name, path)})
 
 
 #: Routes of other APIs, whose they are, and what this server has for the same purpose.

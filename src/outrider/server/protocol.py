@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import socket
 import sys
@@ -18,11 +19,13 @@ from outrider.server.errors import ApiError, log
 from outrider.server.lifecycle import BEGAN
 from outrider.server.requests import MAX_HEADERS, check_headers
 from outrider.server.settings import ServerSettings
-from outrider.server.wire import encoded
+from outrider.server.wire import encoded, error_body, naming_headers
 
 #: A client that has closed its side is asked for a sign of life after so long, and then each time after twice as long.
 _FIRST_PROBE_SECONDS = 0.1
 _MOST_PROBE_SECONDS = 2.0
+#: How much of a request tells which API's errors its client reads.
+_LINE_BYTES = 64
 
 
 class Protocol(H11Protocol):
@@ -40,6 +43,7 @@ class Protocol(H11Protocol):
         self._listener, self._settings = listener, settings
         self._place: Place | None = None
         self._began: float | None = None
+        self._line = b""  # what the request that is coming begins with
         self._clock: asyncio.TimerHandle | None = None
         self._checked = _Connection(h11.SERVER, MAX_HEADERS)
         self.conn = self._checked
@@ -64,6 +68,8 @@ class Protocol(H11Protocol):
             self._began = self.loop.time()
             self.app_state = {**self.app_state, BEGAN: self._began}
             self._end_in(self._head_seconds)
+        if self._began is not None:
+            self._line = (self._line + data)[:_LINE_BYTES]
         super().data_received(data)
 
     def handle_events(self) -> None:
@@ -99,7 +105,7 @@ class Protocol(H11Protocol):
             self._clock.cancel()
             self._clock = None
         if not keeps_beginning:
-            self._began = None
+            self._began, self._line = None, b""
 
     def _out_of_time(self) -> None:
         if self.transport.is_closing():
@@ -146,10 +152,10 @@ class Protocol(H11Protocol):
         self._refuse(_protocol_refusal(sys.exception(), msg))
 
     def _refuse(self, found: ApiError) -> None:
-        name = secrets.token_hex(12)
+        name, path = secrets.token_hex(12), _path(self._line)
         log("a request cannot be read", {"request_id": name, "status": found.status}, logging.WARNING)
-        body = encoded(found.body)
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "x-request-id": name}
+        body = encoded(error_body(found, path, name))
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **naming_headers(name, path)}
         lines = [(key.encode(), value.encode()) for key, value in {**headers, "connection": "close"}.items()]
         for event in (h11.Response(status_code=found.status, headers=lines), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -185,6 +191,12 @@ class _Connection(h11.Connection):
         if self.our_state is h11.SEND_BODY and self._sends_events:
             return self.send(h11.Data(data=b":\n\n")) or b""
         return b""
+
+
+def _path(line: bytes) -> str:
+    """The path in what a request begins with; empty where there is none yet."""
+    _, _, target = line.partition(b" ")
+    return re.split(rb"[ ?]", target)[0].decode("latin-1")
 
 
 def _protocol_refusal(error: BaseException | None, usual: str) -> ApiError:

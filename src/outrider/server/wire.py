@@ -40,6 +40,12 @@ def is_of_messages(path: str) -> bool:
     return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
+def naming_headers(request_id: str, path: str) -> dict[str, str]:
+    """The headers that tell the id of a request; Anthropic's clients know it by another name."""
+    names = ("x-request-id", "request-id") if is_of_messages(path) else ("x-request-id",)
+    return dict.fromkeys(names, request_id)
+
+
 def error_body(error: ApiError, path: str, request_id: str | None = None) -> dict[str, Any]:
     """The error object of an answer at this path."""
     if not is_of_messages(path):
