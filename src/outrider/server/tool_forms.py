@@ -21,8 +21,9 @@ ToolForm = Literal["hermes", "llama", "pythonic", "qwen", "mistral", "gemma", "h
 # --- Calls that are objects of JSON.
 
 
-def _json_call(read: Reader) -> Steps[None]:
-    """{"name": ..., "arguments": {...}}, with "parameters" for the second name, and others beside them."""
+def _json_call(read: Reader, known: Schemas | None = None) -> Steps[None]:
+    """{"name": ..., "arguments": {...}}, with "parameters" for the second name, and others beside them. Where no mark says
+    that it is a call, `known` has the functions, and the name of one of them comes first."""
     yield from read.expect("{")
     name, arguments, told = "", "{}", False
     separator = ","
@@ -32,8 +33,12 @@ def _json_call(read: Reader) -> Steps[None]:
         yield from read.space()
         yield from read.expect(":")
         yield from read.space()
+        if known is not None and not name and key != "name":
+            no_call()
         if key == "name":
             name = yield from read.string()
+            if known is not None and name not in known:
+                no_call()
         elif key in ("arguments", "parameters"):
             if name and (yield from read.peek()) == "{":
                 yield from read.arguments(name)
@@ -55,8 +60,20 @@ def _json_call(read: Reader) -> Steps[None]:
 
 
 def _hermes(read: Reader, schemas: Schemas) -> Steps[None]:
-    """<tool_call>{...}</tool_call>, anywhere in the text."""
-    yield from read.expect("<tool_call>")
+    """<tool_call>{...}</tool_call>, anywhere in the text. Small models leave the marks out where a text begins, and write
+    the objects alone or between code fences."""
+    yield from read.space()
+    if not (yield from read.takes("<tool_call>")):
+        while (yield from read.peek()):
+            fence = yield from read.takes("```json", "```")
+            yield from read.space()
+            yield from _json_call(read, schemas)
+            if fence:
+                yield from read.space()
+                yield from read.takes("```")
+                read.settle()
+            yield from read.space()
+        return
     yield from read.space()
     yield from _json_call(read)
     yield from read.space()
@@ -420,7 +437,9 @@ FORMS: dict[ToolForm, Form] = {
         is_raw=True,
         taught=(("<tool_call>", "<function=", "<parameter="),),
     ),
-    "hermes": Form(_hermes, opens=_TOOL_CALL[:1], marks=_TOOL_CALL, taught=(("<tool_call>", '"arguments"'),)),
+    "hermes": Form(
+        _hermes, opens=_TOOL_CALL[:1], marks=_TOOL_CALL, at_start=True, taught=(("<tool_call>", '"arguments"'),)
+    ),
     "pythonic": Form(
         _pythonic,
         marks=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
