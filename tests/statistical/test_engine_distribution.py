@@ -156,15 +156,39 @@ CHOSEN = {
     "the engine chooses, then or a draft": {("none", 0), ("then", 1)},
     "the engine chooses, a nesting or a stage": {("none", 0), ("staged", 1)},
 }
+#: Tokens that end texts where there are many paths otherwise: in every place each token is still drafted, tested and drawn.
+ENDS = {
+    "the engine chooses, a lookup first": (2,),
+    "the engine chooses, a merge of two drawn members": (0,),
+    "a fault behind a drawn token, the drafter of a stage": (1, 2),
+    **dict.fromkeys(
+        (
+            *("merge, drawn trees that collide", "merge, one goes on inside", "merge, one draft model at two lengths"),
+            *("merge, a chain and a tree of one draft model", "merge, two drawn members of equal laws"),
+            *(f"a fault behind a drawn token, {way}" for way in ("merge", "recursive", "walk", "tree", "best-first tree")),
+            *("best-first tree, recursive rejection", "best-first tree, traversal"),
+        ),
+        (1,),
+    ),
+}
+
+
+def with_ends(name, ends):
+    """The setting whose texts these tokens end, too."""
+    setting = BY_NAME[name]
+    return replace(setting, params={**setting.params, "stop_token_ids": ends})
 
 
 @pytest.mark.parametrize("name", core(BY_NAME, [name for name, setting in BY_NAME.items() if not repeats(setting)]))
 def test_joint_distribution_of_generate(proof, name):
     proof.llm.stats.reset()
-    assert proof.prove(BY_NAME[name], 3).measured <= BOUND
+    setting = with_ends(name, ENDS[name]) if name in ENDS else BY_NAME[name]
+    assert proof.prove(setting, 3).measured <= BOUND
     stats = proof.llm.stats
     if "fault" not in name:
         assert stats.finished.num_proposer_faults == 0, "drafts that are dropped prove nothing"
+    if setting.fails_behind is not None:
+        assert stats.finished.num_proposer_faults > 0, "no draw failed"
     assert CHOSEN.get(name, set()) <= stats.chosen.keys()
     if name.startswith(LOOKUPS):
         assert stats.finished.num_accepted_tokens > 0, "the distribution is that of plain decoding, and proves nothing"
@@ -172,16 +196,22 @@ def test_joint_distribution_of_generate(proof, name):
         assert stats.finished.accepted_per_rank[1] > 0, "the distribution is that of chains, and proves nothing of trees"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDS)
+def test_joint_distribution_of_texts_that_nothing_ends(proof, name):
+    assert proof.prove(BY_NAME[name], 3).measured <= BOUND
+
+
 @pytest.mark.parametrize("name", ["plain", "block", "ngram", "greedy drafts", GUESS_BEHIND])
 def test_joint_distribution_of_four_tokens(proof, name):
-    assert proof.prove(BY_NAME[name], 4).measured <= BOUND
+    assert proof.prove(with_ends(name, (1,)), 4).measured <= BOUND
 
 
 def test_every_setting_has_a_name_of_its_own():
     assert len(BY_NAME) == len(SETTINGS) + len(PARAMETER_SETTINGS)
     assert len(STRUCTURED) == len(STRUCTURE_SETTINGS)
     assert len(CROSSED) == len(CROSSED_SETTINGS)
-    assert BY_NAME.keys() > {*REPEATS, *CHOSEN}
+    assert BY_NAME.keys() > {*REPEATS, *CHOSEN, *ENDS}
 
 
 @pytest.mark.parametrize("name", ["stop behind a token of low confidence", "the same in a tree"])
