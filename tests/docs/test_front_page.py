@@ -85,11 +85,14 @@ def test_its_links_lead_into_the_site(page: Any, address: str, site: Path) -> No
 
 
 def test_a_page_of_the_site_opens_without_an_error(page: Any, address: str) -> None:
-    page.set_viewport_size({"width": 1280, "height": 900})
+    """In a window of its own: the front page stays open for the other tests."""
+    page = page.context.browser.new_page(viewport={"width": 1280, "height": 900})
+    page.watch = Watch(page)
     for path in ("tutorial", "reference/python", "reference/command"):
         page.goto(f"{address}/{path}/")
         page.wait_for_load_state("networkidle")
         assert page.locator("h1").count() == 1
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), path
+    page.close()
     assert {url.startswith((address, "data:", "blob:")) for url in page.watch.urls} == {True}
     assert page.watch.problems == []

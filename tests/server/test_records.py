@@ -39,15 +39,28 @@ ORIGIN = Origin(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("records") / "traffic"
+    return new_folder(tmp_path_factory.mktemp("records"))
+
+
+def new_folder(parent: Path) -> Path:
+    """Where a server records, beside its keys and its template."""
+    (parent / "keys").write_text(KEYS, "utf-8")
+    (parent / "template").write_text(TEMPLATE, "utf-8")
+    return parent / "traffic"
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    (folder.parent / "keys").write_text(KEYS, "utf-8")
-    (folder.parent / "template").write_text(TEMPLATE, "utf-8")
+def _shared(folder: Path) -> Iterator[Server]:
     with recording(folder) as server:
         yield server
+
+
+@pytest.fixture
+def server(_shared: Server) -> Server:
+    """The server of most tests, which keeps nothing yet."""
+    for key in (ANN, EVE):
+        CLIENT.delete(f"{_shared.url}/records", headers=key)
+    return _shared
 
 
 def recording(folder: Path) -> Any:
@@ -68,6 +81,7 @@ def kept(folder: Path) -> list[list[int]]:
 
 
 def test_texts_of_keys_that_allow_it_are_kept_each_tenant_by_itself(server: Server, folder: Path) -> None:
+    before = server.metric("outrider:recorded_texts_total", 'tenant="ann"')
     anns = complete(server, ANN, n=2)
     eves = complete(server, EVE, prompt=["import os", "x = "])
     complete(server, BOB)
@@ -83,7 +97,7 @@ def test_texts_of_keys_that_allow_it_are_kept_each_tenant_by_itself(server: Serv
     assert {path.name for path in folder.iterdir()} == {".lock", "ann", "%45ve"}
     assert read_manifest(folder / "ann").settings.temperature == 1.0
     assert server.get("/records").status_code == 401
-    assert server.metric("outrider:recorded_texts_total", 'tenant="ann"') == 2
+    assert server.metric("outrider:recorded_texts_total", 'tenant="ann"') == before + 2
 
 
 def test_streams_and_chats_are_kept_when_they_are_whole(server: Server, folder: Path) -> None:
@@ -118,15 +132,16 @@ def kept_when_told(server: Server, folder: Path) -> list[list[int]]:
     return kept(folder)
 
 
-def test_what_was_kept_outlives_a_server_that_is_killed_and_a_key_that_forbids_more(server: Server, folder: Path) -> None:
-    """The last test of the server that the others share."""
-    complete(server, ANN)
-    complete(server, EVE)
-    for key in (ANN, EVE):
-        server.get("/records", headers=key)  # all texts are written now
-    anns, eves = kept(folder / "ann"), kept(folder / "%45ve")
-    server.process.kill()
-    server.process.wait(60)
+def test_what_was_kept_outlives_a_server_that_is_killed_and_a_key_that_forbids_more(tmp_path: Path) -> None:
+    folder = new_folder(tmp_path)
+    with recording(folder) as server:
+        complete(server, ANN)
+        complete(server, EVE)
+        for key in (ANN, EVE):
+            server.get("/records", headers=key)  # all texts are written now
+        anns, eves = kept(folder / "ann"), kept(folder / "%45ve")
+        server.process.kill()
+        server.process.wait(60)
     (folder.parent / "keys").write_text(KEYS.replace("first record_mib=1", "first"), "utf-8")
     with recording(folder) as other:
         complete(other, ANN)

@@ -161,9 +161,10 @@ ENDS = {
     "the engine chooses, a lookup first": (2,),
     "the engine chooses, a merge of two drawn members": (0,),
     "a fault behind a drawn token, the drafter of a stage": (1, 2),
+    "merge, one goes on inside": (2,),
     **dict.fromkeys(
         (
-            *("merge, drawn trees that collide", "merge, one goes on inside", "merge, one draft model at two lengths"),
+            *("merge, drawn trees that collide", "merge, one draft model at two lengths"),
             *("merge, a chain and a tree of one draft model", "merge, two drawn members of equal laws"),
             *(f"a fault behind a drawn token, {way}" for way in ("merge", "recursive", "walk", "tree", "best-first tree")),
             *("best-first tree, recursive rejection", "best-first tree, traversal"),
