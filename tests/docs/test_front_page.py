@@ -16,14 +16,40 @@ RECORD = json.loads((ROOT / "web" / "src" / "recorded.json").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
-def page(address: str) -> Iterator[Any]:
+def _browser() -> Iterator[Any]:
     with browsing() as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-        page.set_default_timeout(60_000)
-        page.watch = Watch(page)
-        page.goto(f"{address}/")
-        page.wait_for_selector("#lab-7 .experiment")
-        yield page
+        yield browser
+
+
+def opened(browser: Any, address: str) -> Any:
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    page.set_default_timeout(60_000)
+    page.watch = Watch(page)
+    page.goto(f"{address}/")
+    page.wait_for_selector("#lab-7 .experiment")
+    return page
+
+
+@pytest.fixture(scope="module")
+def page(_browser: Any, address: str) -> Any:
+    """The front page as it opens."""
+    return opened(_browser, address)
+
+
+@pytest.fixture(scope="module")
+def guessed(_browser: Any, address: str) -> Any:
+    """The front page on which every guess was made, the most of each, and what was recorded is shown."""
+    page = opened(_browser, address)
+    boxes = page.locator(".experiment")
+    for place in range(boxes.count()):
+        box = boxes.nth(place)
+        slider = box.locator(".predict input")
+        slider.evaluate("e => { e.value = e.max; e.dispatchEvent(new Event('input')) }")
+        box.locator(".go button").click()
+        box.locator(".found[data-measured]").wait_for()
+        mine = box.locator(".guessed b").first.get_attribute("data-value")
+        assert mine == slider.input_value()
+    return page
 
 
 def test_it_is_alive_and_hides_what_needs_a_server(page: Any) -> None:
@@ -37,24 +63,18 @@ def test_it_is_alive_and_hides_what_needs_a_server(page: Any) -> None:
         assert words not in shown, words
 
 
-def test_every_scene_takes_a_guess_and_shows_the_numbers_of_the_record(page: Any) -> None:
-    boxes = page.locator(".experiment")
+def test_every_scene_takes_a_guess_and_shows_the_numbers_of_the_record(guessed: Any) -> None:
+    boxes = guessed.locator(".experiment")
     assert boxes.count() == len(RECORD) - 1
-    scenes = page.locator(".lab:has(.predict)").count()
+    scenes = guessed.locator(".lab:has(.predict)").count()
     assert scenes == 7
     for place in range(boxes.count()):
         box = boxes.nth(place)
-        slider = box.locator(".predict input")
-        slider.evaluate("e => { e.value = e.max; e.dispatchEvent(new Event('input')) }")
-        box.locator(".go button").click()
-        box.locator(".found[data-measured]").wait_for()
         assert RECORD["machine"] in box.locator(".recorded").inner_text()
-        mine = box.locator(".guessed b").first.get_attribute("data-value")
-        assert mine == slider.input_value()
         assert box.locator(".chart, .tree, .distribution, .finding").count() > 0
 
     def told(name: str) -> float:
-        return float(page.get_attribute(f"[data-name={name}]", "data-value"))
+        return float(guessed.get_attribute(f"[data-name={name}]", "data-value"))
 
     assert told("gain") == RECORD["speed"]["gain"]["middle"]
     assert told("passes") == len(RECORD["verify"]["rounds"])
@@ -63,18 +83,18 @@ def test_every_scene_takes_a_guess_and_shows_the_numbers_of_the_record(page: Any
     assert told("stood") == pytest.approx(sum(each["stood"] for each in RECORD["rejection"]) / len(RECORD["rejection"]))
 
 
-def test_it_asks_nobody_but_the_file_server(page: Any, address: str) -> None:
-    assert {url.startswith((f"{address}/learn/", "data:")) or url == f"{address}/" for url in page.watch.urls} == {True}
-    assert page.watch.problems == []
+def test_it_asks_nobody_but_the_file_server(guessed: Any, address: str) -> None:
+    assert {url.startswith((f"{address}/learn/", "data:")) or url == f"{address}/" for url in guessed.watch.urls} == {True}
+    assert guessed.watch.problems == []
 
 
-def test_axe_finds_nothing_and_nothing_is_cut_off(page: Any) -> None:
+def test_axe_finds_nothing_and_nothing_is_cut_off(guessed: Any) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     for width, scheme in WINDOWS:
-        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-        page.set_viewport_size({"width": width, "height": 900})
-        check(axe, page)
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+        guessed.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        guessed.set_viewport_size({"width": width, "height": 900})
+        check(axe, guessed)
+        assert guessed.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
 
 
 def test_its_links_lead_into_the_site(page: Any, address: str, site: Path) -> None:
@@ -84,9 +104,9 @@ def test_its_links_lead_into_the_site(page: Any, address: str, site: Path) -> No
     assert [path for path in paths if not (site / path / "index.html").exists()] == []
 
 
-def test_a_page_of_the_site_opens_without_an_error(page: Any, address: str) -> None:
-    """In a window of its own: the front page stays open for the other tests."""
-    page = page.context.browser.new_page(viewport={"width": 1280, "height": 900})
+def test_a_page_of_the_site_opens_without_an_error(_browser: Any, address: str) -> None:
+    page = _browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(60_000)
     page.watch = Watch(page)
     for path in ("tutorial", "reference/python", "reference/command"):
         page.goto(f"{address}/{path}/")
