@@ -27,14 +27,14 @@ def weights_of(logits: Tensor, temperature: float, top_k: int) -> list[float]:
     """Weights [vocab_size] after temperature and top_k, rounded to the dtype; the largest is 1.
 
     All tokens whose logit is at least the k-th largest stay; the zeros of both signs are one number."""
-    values = [float(value) for value in logits]
+    values = logits.tolist()
     most, least = max(values), torch.finfo(logits.dtype).tiny
     edge = sorted(values, reverse=True)[top_k - 1] if 0 < top_k < len(values) else -math.inf
     kept = (value if value >= edge else -math.inf for value in values)
     with np.errstate(over="ignore"):
         exponents = (np.array(list(kept)) - most) / max(temperature, least)
     rounded = torch.tensor(np.exp(exponents)).to(logits.dtype)
-    return [float(weight) for weight in rounded]
+    return rounded.tolist()
 
 
 def probs_of(weights: Sequence[float], top_p: Fraction, min_p: Fraction) -> list[float]:
