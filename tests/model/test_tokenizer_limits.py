@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("count", [COUNT, 65_537])
+@pytest.mark.parametrize("count", [pytest.param(COUNT, marks=pytest.mark.slow), 65_537])
 def test_a_folder_with_a_million_added_tokens_is_refused_before_it_is_read(
     folder: Path, name: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
