@@ -16,9 +16,9 @@ RECORD = json.loads((ROOT / "web" / "src" / "recorded.json").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
-def _browser() -> Iterator[Any]:
-    with browsing() as browser:
-        yield browser
+def browser() -> Iterator[Any]:
+    with browsing() as opened_one:
+        yield opened_one
 
 
 def opened(browser: Any, address: str) -> Any:
@@ -31,15 +31,15 @@ def opened(browser: Any, address: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def page(_browser: Any, address: str) -> Any:
+def page(browser: Any, address: str) -> Any:
     """The front page as it opens."""
-    return opened(_browser, address)
+    return opened(browser, address)
 
 
 @pytest.fixture(scope="module")
-def guessed(_browser: Any, address: str) -> Any:
+def guessed(browser: Any, address: str) -> Any:
     """The front page on which every guess was made, the most of each, and what was recorded is shown."""
-    page = opened(_browser, address)
+    page = opened(browser, address)
     boxes = page.locator(".experiment")
     for place in range(boxes.count()):
         box = boxes.nth(place)
@@ -104,8 +104,8 @@ def test_its_links_lead_into_the_site(page: Any, address: str, site: Path) -> No
     assert [path for path in paths if not (site / path / "index.html").exists()] == []
 
 
-def test_a_page_of_the_site_opens_without_an_error(_browser: Any, address: str) -> None:
-    page = _browser.new_page(viewport={"width": 1280, "height": 900})
+def test_a_page_of_the_site_opens_without_an_error(browser: Any, address: str) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.set_default_timeout(60_000)
     page.watch = Watch(page)
     for path in ("tutorial", "reference/python", "reference/command"):
