@@ -243,8 +243,7 @@ class Scheduler:
         """Let a waiting sequence run that has a seat and was opened."""
         self.waiting.remove(seq)
         seq.status = Status.RUNNING
-        if not seq.stats.num_preemptions:  # else the cache may have what the text itself computed before
-            seq.stats.num_cached_tokens = seq.state.num_computed
+        seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.state.num_computed)
         self.running.append(seq)
         self._run(plan, seq, most)
 
