@@ -88,9 +88,15 @@ def test_a_chat_has_one_with_a_trace_of_its_own(spans: Spans) -> None:
     assert {event["attributes"]["outrider.sample"] for event in span["events"]} == {0, 1}
 
 
-def test_a_message_has_the_span_of_a_chat(spans: Spans) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
-    assert spans.server.post("/v1/messages", body).status_code == 200
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 4}),
+    ],
+)
+def test_what_is_said_again_as_a_chat_has_the_span_of_one(spans: Spans, path: str, body: dict[str, Any]) -> None:
+    assert spans.server.post(path, body).status_code == 200
     span = spans.next()
     assert span["name"] == "chat outrider-embedded"
     assert span["attributes"]["gen_ai.usage.output_tokens"] == 4

@@ -157,7 +157,8 @@ async def read_body(request: Request, limit: int) -> bytes:
 # Only the API is used: who starts the server chooses where spans go, and without that nothing is recorded.
 
 
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/messages": "chat"}
+_CHATS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+_OPERATIONS = {"/v1/completions": "text_completion", **dict.fromkeys(_CHATS, "chat")}
 
 
 class RequestSpan:
