@@ -164,7 +164,7 @@ ENDS = {
     "merge, one goes on inside": (2,),
     **dict.fromkeys(
         (
-            *("merge, drawn trees that collide", "merge, one draft model at two lengths"),
+            "merge, drawn trees that collide",
             *("merge, a chain and a tree of one draft model", "merge, two drawn members of equal laws"),
             *(f"a fault behind a drawn token, {way}" for way in ("merge", "recursive", "walk", "tree", "best-first tree")),
             *("best-first tree, recursive rejection", "best-first tree, traversal"),
