@@ -47,10 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --fast, leave out what belongs to other tiers (see tiers.py)."""
     if config.getoption("fast"):
-        changes = tiers.changed_paths()
-        left = [item for item in items if not tiers.runs(item, changes)]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if tiers.runs(item, changes)]
+        chosen = tiers.chosen(items, tiers.changed_paths())
+        running = set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in running])
+        items[:] = chosen
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,13 +4,17 @@ A test belongs to one of three tiers. *Core* tests always run. Tests *by change*
 what is marked `core` among them, and all that are marked `by_change(path, ...)`. `make test` runs them where a file
 below one of their paths differs from the base, which is what the variable BASE of the environment names, else the last tag,
 else the commit before the last one. Tests marked `slow` run in `make test-all` alone, which runs every test.
+
+A test that is asked for the product of several lists of values runs in `make test` for so many of their combinations that
+every value occurs, unless it is marked `core` or its file changed.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +29,7 @@ BY_CHANGE: dict[str, tuple[str, ...]] = {
     "tests/release/test_wheels.py": ("src/outrider/kernels/native/", "hatch_build.py", "pyproject.toml", "release/"),
     "tests/server/pages/": ("web/", "src/outrider/server/pages/", "src/outrider/server/answers.py"),
     "tests/server/test_replicas.py": ("src/outrider/server/replicas/",),
-    "tests/train/": ("src/outrider/lab/train/",),
+    "tests/train/": ("src/outrider/lab/train/", "src/outrider/heads/"),
 }
 
 
@@ -59,8 +63,41 @@ def touched(paths: Sequence[str], changes: frozenset[str]) -> bool:
     return any(change.startswith(path) for change in changes for path in paths)
 
 
+def chosen(items: Sequence[pytest.Item], changes: frozenset[str]) -> list[pytest.Item]:
+    """What `make test` runs of these tests."""
+    running = [item for item in items if runs(item, changes)]
+    products: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in running:
+        if not item.get_closest_marker("core") and not touched([item.location[0]], changes):
+            products[item.location[0], item.nodeid.partition("[")[0]].append(item)
+    left = {item for its in products.values() for item in _crossings(its)}
+    return [item for item in running if item not in left]
+
+
+def _crossings(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Cases of one test, all of whose values occur in the other cases, too."""
+    values = {item: _values(item) for item in items}
+    missing, left = set[Hashable]().union(*values.values()), list(items)
+    while missing:
+        best = max(left, key=lambda item: len(values[item] & missing))  # the first of those that have most
+        missing -= values[best]
+        left.remove(best)
+    return set(left)
+
+
+def _values(item: pytest.Item) -> frozenset[Hashable]:
+    """What a test is asked for: a value of each of its lists, or several where a list holds tuples for several names."""
+    asked = getattr(item, "callspec", None)
+    if asked is None:
+        return frozenset([item.name])
+    lists = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [tuple(each.replace(" ", "").split(",")) if isinstance(each, str) else tuple(each) for each in lists]
+    names += [(name,) for name in asked.params if not any(name in each for each in names)]  # of fixtures
+    return frozenset((each, *(id(asked.params[name]) for name in each)) for each in names)
+
+
 def runs(item: pytest.Item, changes: frozenset[str]) -> bool:
-    """Whether `make test` runs a test."""
+    """Whether `make test` runs a test, or the cases of it that are chosen."""
     if item.get_closest_marker("slow"):
         return False
     if item.get_closest_marker("core"):

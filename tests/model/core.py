@@ -8,28 +8,35 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
+#: Where drafts are made, chosen and verified, and what proves it.
+DRAFTING = (
+    *(f"src/outrider/{part}/" for part in ("propose", "heads", "verify", "engine/drafting", "lab/prove")),
+    *("tests/mutation/", "tests/statistical/"),
+)
 #: Of what reads and writes checkpoints in other formats than those of transformers.
 of_formats = pytest.mark.by_change(
     *(f"src/outrider/{part}/" for part in ("loading", "lab/convert", "heads/formats", "kernels")), "tests/model/"
 )
 
 
-def core(values: Iterable[Any], chosen: Collection[Any], *paths: str) -> list[ParameterSet]:
+def core(values: Iterable[Any], chosen: Collection[Any], *paths: str, slow: Collection[Any] = ()) -> list[ParameterSet]:
     """All values as parameters, a tuple as several of one test.
 
     Args:
         values: What the test is asked for.
         chosen: Those that always run.
         paths: The others run where one of these changed; without any they are slow.
+        slow: Those that are slow all the same.
     """
     values = list(values)
-    unknown = [value for value in chosen if value not in values]
+    unknown = [value for value in (*chosen, *slow) if value not in values]
     assert not unknown, f"there are no such parameters: {unknown}"
-    mark = pytest.mark.by_change(*paths) if paths else pytest.mark.slow
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[] if value in chosen else [mark])
-        for value in values
-    ]
+    others = pytest.mark.by_change(*paths) if paths else pytest.mark.slow
+
+    def marks(value: Any) -> list[pytest.MarkDecorator]:
+        return [pytest.mark.slow] if value in slow else [] if value in chosen else [others]
+
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks(value)) for value in values]
 
 
 def in_turn(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -29,6 +29,7 @@ from outrider.propose import assistant
 from outrider.propose.defaults import _drafter_at as drafter_at
 from tests.model import checkpoints
 from tests.model.checkpoints import VOCAB_SIZE, WINDOW
+from tests.model.core import DRAFTING, core
 from tests.model.gguf_heads import write_assistant, write_block_head
 from tests.model.test_feature_heads import BOUND, GREEDY, LAYERS, PROMPTS, SEEDED, faults, load, texts
 from tests.model.test_hostile_heads import change, exchange
@@ -189,7 +190,10 @@ class Made(NamedTuple):
         return Reference(self.folders[name], self.oracle.model)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+#: The unified type has other sizes, and its layers are computed by the same code.
+@pytest.fixture(
+    scope="module", params=core(KINDS, ["gemma4_text"], *DRAFTING, "src/outrider/loading/", "src/outrider/model/")
+)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("assistants")
     path = checkpoints.save(request.param, folder / "target", seed=3, **TARGETS[request.param])

@@ -15,6 +15,7 @@ from outrider.propose.bridge import SharedTokens
 from outrider.propose.cross_vocabulary import TextProposer
 from outrider.propose.draft_model import DraftModelProposer
 from tests.model import checkpoints
+from tests.model.core import DRAFTING, core
 from tests.model.vocabularies import save_permuted_and_cut, save_random, sentencepiece_like, words_alone
 
 ALL_MERGES = 1 << 20
@@ -84,7 +85,7 @@ def test_no_text_changes_in_a_batch_of_all_ways(llm: LLM, drafts: dict[str, str]
     assert found == [plain[pair] for pair in pairs]
 
 
-@pytest.mark.parametrize("match", MATCHES)
+@pytest.mark.parametrize("match", core(MATCHES, ["text"], *DRAFTING))
 def test_a_prompt_that_ends_inside_a_character(llm: LLM, drafts: dict[str, str], match: str) -> None:
     whole = llm.encode("the 世界 🎉")
     prompts = [list(whole[:end]) for end in range(1, len(whole))]
@@ -104,7 +105,7 @@ def accepted(llm: LLM, params: SamplingParams, speculation: SpeculationConfig) -
     return sum(o.stats.num_accepted_tokens for o in outputs), sum(o.stats.num_drafts for o in outputs)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("params", core([GREEDY, SEEDED], [SEEDED], *DRAFTING), ids=["greedy", "coupled"])
 def test_with_other_ids_for_the_same_tokens_drafts_are_the_same(
     llm: LLM, drafts: dict[str, str], params: SamplingParams
 ) -> None:

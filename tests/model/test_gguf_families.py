@@ -17,7 +17,7 @@ from outrider.lab.convert.gguf import write_gguf
 from outrider.lab.convert.gguf_families import FAMILIES
 from outrider.loading.gguf.header import read_gguf
 from tests.model import checkpoints
-from tests.model.core import core
+from tests.model.core import core, of_formats
 from tests.model.gguf_families import GROUPS, SHAPES, as_ling, save
 from tests.model.gguf_files import Written
 
@@ -77,7 +77,7 @@ def test_blocks_have_the_logits_of_what_they_stand_for(tmp_path: Path, family: s
     assert (rows.engine.runner.backend.name == "fused") is (stock in checkpoints.DESCRIBED_TYPES)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("kind", core(["F32", "Q8_0"], ["F32"], *of_formats.args))
 def test_a_file_of_ling_has_the_bits_of_the_same_numbers_as_glm(tmp_path: Path, kind: str) -> None:
     """Queries, keys and values are one tensor, and experts have groups."""
     source = folder("glm4_moe", tmp_path / "source", use_qk_norm=True, n_group=2, topk_group=1)
@@ -110,7 +110,7 @@ def test_prediction_layers_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
     assert "m.gguf carries 1 prediction layer: mtp, not in use" in caplog.text
 
 
-@pytest.mark.parametrize("family", ["gemma3n_text:shared", "gemma4_text"])
+@pytest.mark.parametrize("family", core(["gemma3n_text:shared", "gemma4_text"], ["gemma4_text"], *of_formats.args))
 def test_keys_and_values_that_no_layer_reads_are_left_out(tmp_path: Path, family: str) -> None:
     """As files have them of layers that read those of another layer."""
     source = folder(family, tmp_path / "source")

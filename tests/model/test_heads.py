@@ -25,7 +25,7 @@ from outrider.model import factory, hf
 from outrider.params import RequestOutput
 from outrider.propose.row_heads import RowHeadsProposer
 from tests.model import checkpoints
-from tests.model.core import core, in_turn
+from tests.model.core import DRAFTING, core, in_turn
 from tests.model.test_target import Oracle
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3, 9, 9, 4], [5, 6], [7, 7, 7, 7, 7, 8, 30]]
@@ -198,10 +198,10 @@ class Watch:
 
 
 #: All heads on one backend, and a kind of them on each of the others.
-DRAFTING = [*product(WAYS, BACKENDS[:1]), *in_turn(METHODS, BACKENDS[1:])]
+WITH_BACKENDS = [*product(WAYS, BACKENDS[:1]), *in_turn(METHODS, BACKENDS[1:])]
 
 
-@pytest.mark.parametrize(("name", "crowded"), core(product(WAYS, BACKENDS), DRAFTING), indirect=["crowded"])
+@pytest.mark.parametrize(("name", "crowded"), core(product(WAYS, BACKENDS), WITH_BACKENDS), indirect=["crowded"])
 def test_every_draft_is_what_the_heads_say_of_the_stock_models_states(
     crowded: LLM, made: Made, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,7 +305,7 @@ def test_kv_is_that_of_a_fresh_prefill(crowded: LLM, made: Made) -> None:
     assert audit.worst <= 1e-5  # transformers keeps norms in float32
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "longrope"])
+@pytest.mark.parametrize("family", core(["gemma2", "gpt2", "longrope"], ["longrope"], *DRAFTING, "src/outrider/model/"))
 def test_other_families(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Capped logits, a norm with a bias, texts that change their rotary factors."""
     other = make(checkpoints.save(family, tmp_path / "target", seed=3), tmp_path)
@@ -500,6 +500,7 @@ def save_and_load(made: Made, folder: Path, config: Any) -> HeadNetwork:
     return load_heads(folder).network
 
 
+@pytest.mark.by_change("src/outrider/heads/", "src/outrider/kernels/")
 def test_rounding_is_no_mismatch(made: Made) -> None:
     for how in ({"dtype": "bfloat16"}, {"dtype": "float32"}, {"dtype": "bfloat16", "quantization": "int8"}):
         llm = load(made.path, **how)

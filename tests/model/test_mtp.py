@@ -19,6 +19,7 @@ from outrider.heads.runner import HeadRunner
 from outrider.lab.prove.own_model import KV_BOUND, CacheAudit
 from outrider.lab.prove.tiny_heads import save_random_mtp
 from tests.model import checkpoints
+from tests.model.core import DRAFTING, core
 from tests.model.mtp_reference import MtpReference
 from tests.model.test_feature_heads import BOUND, GREEDY, PROMPTS, SEEDED, Watch, faults, texts
 from tests.model.test_target import Oracle
@@ -120,7 +121,7 @@ def test_every_draft_is_what_the_reference_says(
     llm.engine.check_rest()
 
 
-@pytest.mark.parametrize("family", [LLAMA, MIMO], ids=str)
+@pytest.mark.parametrize("family", core([(LLAMA,), (MIMO,)], [(LLAMA,)], *DRAFTING, "src/outrider/model/"), ids=str)
 def test_the_added_layers_hold_what_a_fresh_prefill_gives(family: Family, tmp_path: Path) -> None:
     llm = load(made(family, tmp_path), kv_cache_tokens=60)
     for prompt in PROMPTS:

@@ -33,7 +33,7 @@ from outrider.propose.draft_model import DraftModelProposer
 from outrider.propose.host import ProposerHost
 from outrider.propose.settings import Method, ProposerContext
 from tests.model import checkpoints
-from tests.model.core import core, in_turn
+from tests.model.core import DRAFTING, core, in_turn
 
 PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5, 6], [7, 7, 7, 7, 7]]
 V = checkpoints.VOCAB_SIZE
@@ -257,7 +257,7 @@ class Failing(Proposer):
         return [Draft.chain([1, 2][: r.budget], Law.OPAQUE) for r in requests]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("params", core([GREEDY, SEEDED], [GREEDY], *DRAFTING), ids=["greedy", "seeded"])
 def test_a_failing_proposer_is_switched_off_and_tried_again(
     llm: LLM, with_proposer: Any, caplog: pytest.LogCaptureFixture, params: SamplingParams
 ) -> None:

@@ -29,6 +29,7 @@ from outrider.propose.staged import StagedProposer
 from outrider.propose.trees.growth import Growth
 from outrider.results import RequestStats
 from outrider.server.metrics import EngineState, ServerMetrics
+from tests.model.core import DRAFTING, core
 
 PROMPTS = ["def main(", "x = [1, 2, 3, 1, 2, 3,", "class Reader:\n    def __init__(self, path):\n"]
 ALONE = {"method": "draft_model", "num_draft_tokens": 6}
@@ -43,6 +44,8 @@ DRAFTERS: dict[str, Any] = {
     "layers of the draft model": "early_exit",
     "another stage": {"method": "staged", "dtype": "float32", "drafter": "ngram"},
 }
+#: What always runs: a lookup, and what drafts by itself in the stage.
+FEW = ("a lookup", "another stage")
 
 
 def staged(drafter: Any, **more: Any) -> dict[str, Any]:
@@ -101,10 +104,10 @@ def alone(llm: LLM) -> list[list[list[tuple[int, ...]]]]:
     return [drafted(llm, ALONE, **params) for params in CERTAIN]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-def test_a_stage_drafts_what_its_draft_model_drafts_alone(llm: LLM, alone: Any, drafter: Any) -> None:
+@pytest.mark.parametrize("name", core(DRAFTERS, FEW, *DRAFTING))
+def test_a_stage_drafts_what_its_draft_model_drafts_alone(llm: LLM, alone: Any, name: str) -> None:
     """Token for token: what stood of a guess is computed as it should be."""
-    assert [drafted(llm, staged(drafter), **params) for params in CERTAIN] == alone
+    assert [drafted(llm, staged(DRAFTERS[name]), **params) for params in CERTAIN] == alone
 
 
 def test_most_likely_drafts_of_a_drawn_text(llm: LLM) -> None:
@@ -149,7 +152,7 @@ def test_the_engine_may_choose_a_stage() -> None:
     assert sum(output.stats.num_proposer_faults for output in outputs) == 0
 
 
-@pytest.mark.parametrize("where", ["begin", "propose", "answer"])
+@pytest.mark.parametrize("where", core(["begin", "propose", "answer"], ["answer"], *DRAFTING))
 def test_a_drafters_fault_costs_its_own_guesses(llm: LLM, where: str) -> None:
     asked = staged({"method": Spoilt.name, "where": where})
     plain = llm.generate(PROMPTS, SamplingParams(seed=3, max_tokens=40), speculation=ALONE, trace=True)
@@ -228,21 +231,22 @@ def test_the_counts_of_a_stage_are_those_of_a_hand_count(llm: LLM, params: dict[
     assert 0 < kept < guessed, "some guesses stand, and some do not"
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-def test_each_pass_of_a_stage_adds_what_it_keeps_and_one_token(llm: LLM, drafter: Any) -> None:
+@pytest.mark.parametrize("name", core(DRAFTERS, FEW, *DRAFTING))
+def test_each_pass_of_a_stage_adds_what_it_keeps_and_one_token(llm: LLM, name: str) -> None:
     """So passes and kept tokens add up to what the stage drafts, for the target or for the stage around it."""
-    name = drafter if isinstance(drafter, str) else drafter["method"]
+    drafter = DRAFTERS[name]
+    method = drafter if isinstance(drafter, str) else drafter["method"]
     for params in ({"temperature": 0}, {}):
         for output in llm.generate(PROMPTS, SamplingParams(max_tokens=24, **params), speculation=staged(drafter)):
             found = stage_counts(output.stats)
-            passes, drafted, accepted = found.pop(f"staged.{name}")
+            passes, drafted, accepted = found.pop(f"staged.{method}")
             assert passes + accepted == output.stats.num_draft_tokens
             assert 0 <= accepted <= drafted
             for inner, (inner_passes, inner_drafted, inner_accepted) in found.items():
-                assert (name, inner) == ("staged", "staged.staged.ngram")
+                assert (method, inner) == ("staged", "staged.staged.ngram")
                 assert inner_passes + inner_accepted == drafted
                 assert 0 <= inner_accepted <= inner_drafted
-            assert len(found) == (name == "staged")
+            assert len(found) == (method == "staged")
 
 
 def test_no_token_counts_as_kept_behind_the_end_of_an_unsure_draft(llm: LLM) -> None:
@@ -270,7 +274,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: save_random_heads(folder / name, default_model("draft"), name, scale=0.05) for name in HEAD_METHODS}
 
 
-@pytest.mark.parametrize("method", HEAD_METHODS)
+@pytest.mark.parametrize("method", core(HEAD_METHODS, ["medusa"], *DRAFTING))
 def test_heads_in_a_stage_are_those_of_the_draft_model(llm: LLM, alone: Any, heads: dict[str, str], method: str) -> None:
     asked = staged({"method": method, "model": heads[method], "num_draft_tokens": 3})
     assert [drafted(llm, asked, **params) for params in CERTAIN] == alone

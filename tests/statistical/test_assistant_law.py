@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.model import checkpoints
+from tests.model.core import DRAFTING, core
 from tests.model.gemma_heads import save_gemma_head
 from tests.model.test_assistants import mended_configurations, save_assistant
 from tests.statistical import planted
@@ -32,6 +33,14 @@ SETTINGS = {
         Setting("head behind a lookup", DSPARK, {"max_tokens": 4}, turns=behind(one(LOOKUP), DSPARK)),
     )
 }
+#: What always runs, and stands for the others.
+FEW = (
+    "assistant, block",
+    "assistant, seeded",
+    "assistant, tree, traversal",
+    "assistant behind a lookup",
+    "head, by its chances",
+)
 #: Settings of many paths. A token ends their texts but in the slow tier: each token is still drafted, tested and drawn.
 LONG = ("assistant, two samples", "head behind a lookup")
 
@@ -51,7 +60,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", core(SETTINGS, FEW, *DRAFTING))
 def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     proof.llm.stats.reset()
     setting = SETTINGS[name]

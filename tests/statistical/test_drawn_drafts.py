@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-from tests.model.core import core
+from tests.model.core import DRAFTING, core
 from tests.model.vocabularies import save_permuted_and_cut
 
 from outrider import LLM, SamplingParams, SpeculationConfig
@@ -192,7 +192,11 @@ LIKE_DRAFT_MODELS = (
 )
 
 
-@pytest.mark.parametrize("name", core(DRAWN, DRAWN.keys() - LIKE_DRAFT_MODELS))
+#: What always runs: chains and trees of draft models, of rows of heads, of blocks and of a stage.
+FEW = ("draft model", "tree", "low confidence", "Medusa's heads", "EAGLE-3", "DSpark", "staged, a lookup")
+
+
+@pytest.mark.parametrize("name", core(DRAWN, FEW, *DRAFTING, slow=LIKE_DRAFT_MODELS))
 def test_drawn_tokens_follow_the_probabilities_that_are_stated(
     llm: LLM, models: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.model.core import core
+from tests.model.core import DRAFTING, core
 from tests.mutation.killers import least_allowed
 from tests.statistical import planted
 
@@ -132,6 +132,22 @@ REPEATS = (
     *("the engine chooses, a merge under the token rule", "block, fault: raises"),
     *("coupled drafts, or block by what was drafted", "coupled drafts, or token on a tree by what was drafted"),
 )
+#: Crossings of many paths, which show what is wrong where drafts are made and verified, and of nothing else.
+OF_DRAFTING = (
+    *("Sequoia's tree", "the same in a tree", "the same under the token rule", "a drawn tree behind a drawn chain"),
+    *("tree, walk", "tree, coupled", "tree, recursive rejection", "best-first tree, traversal", "all together, staged"),
+    *("merge, drawn trees that collide", "merge, a chain and a tree of one draft model", "merge, one goes on inside"),
+    *("merge, one draft model at two lengths", "merge, two drawn members of equal laws"),
+    *("the engine chooses, a lookup first", "the engine chooses, a merge of two drawn members"),
+    "the engine chooses, a merge or its lookup",
+    *(f"a fault behind a drawn token, {way}" for way in ("the drafter of a stage", "merge", "walk", "recursive")),
+    *("token, fault: truncated", "coupled, fault: raises", "coupled drafts, or token by what was drafted"),
+    *("staged, a drawn tree", "staged, a lookup with branches", "staged, a drawn drafter under the token rule"),
+    *("staged, two stages", "staged, the drafter's fault: nan row", "staged, behind a token of low confidence"),
+    *("lookahead, seeded", "lookahead, two samples"),
+    *(f"{parameter}, coupled" for parameter in ("frequency_penalty", "presence_penalty", "repetition_penalty")),
+    *("logits_processors, coupled", "logit_bias, coupled"),
+)
 #: Parameters that a stage reads as others do, once for its own rows and once for those of its draft model.
 STAGED_LIKE_OTHERS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logits_processors")
 
@@ -180,7 +196,15 @@ def with_ends(name, ends):
     return replace(setting, params={**setting.params, "stop_token_ids": ends})
 
 
-@pytest.mark.parametrize("name", core(BY_NAME, [name for name, setting in BY_NAME.items() if not repeats(setting)]))
+@pytest.mark.parametrize(
+    "name",
+    core(
+        BY_NAME,
+        BY_NAME.keys() - OF_DRAFTING,
+        *DRAFTING,
+        slow=[name for name, setting in BY_NAME.items() if repeats(setting)],
+    ),
+)
 def test_joint_distribution_of_generate(proof, name):
     proof.llm.stats.reset()
     setting = with_ends(name, ENDS[name]) if name in ENDS else BY_NAME[name]
@@ -203,7 +227,9 @@ def test_joint_distribution_of_texts_that_nothing_ends(proof, name):
     assert proof.prove(BY_NAME[name], 3).measured <= BOUND
 
 
-@pytest.mark.parametrize("name", ["plain", "block", "ngram", "greedy drafts", GUESS_BEHIND])
+@pytest.mark.parametrize(
+    "name", core(["plain", "block", "ngram", "greedy drafts", GUESS_BEHIND], ["plain", "ngram", "greedy drafts"], *DRAFTING)
+)
 def test_joint_distribution_of_four_tokens(proof, name):
     assert proof.prove(with_ends(name, (1,)), 4).measured <= BOUND
 

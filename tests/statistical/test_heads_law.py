@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.core import core
+from tests.model.core import DRAFTING, core
 from tests.statistical import planted
 
 from outrider.lab.prove.engine import BOUND, EngineProof
@@ -58,11 +58,19 @@ REPEATS = (
     *(f"merge of EAGLE-3 and the draft model, {rule}" for rule in ("block", "token")),
     *("merge of a tree of EAGLE-3 and EAGLE, token", "merge of MTP and the draft model", "merge of DFlash and EAGLE-3"),
 )
+#: What always runs: every kind of head once, and every way of a verification.
+FEW = (
+    *("Medusa, block", "blockwise, block", "exit, token", "EAGLE-2: the likeliest tokens first", "EAGLE-3, seeded"),
+    *("EAGLE-3, two samples", "MTP, tree, traversal", "DFlash behind a lookup", "P-EAGLE behind a lookup"),
+    *("DSpark, lengths by their worth, block", "the engine chooses, DFlash", "EAGLE-3 in turns with others"),
+    *("merge of a tree of EAGLE-3 and EAGLE, block", "staged, EAGLE-3 of the draft model"),
+    "staged, layers of the draft model's checkpoint",
+)
 #: Of proofs that the prover notices what is planted, whatever the engine does.
 of_the_prover = pytest.mark.by_change("src/outrider/lab/prove/", "tests/statistical/")
 
 
-@pytest.mark.parametrize("name", core(BY_NAME, BY_NAME.keys() - REPEATS))
+@pytest.mark.parametrize("name", core(BY_NAME, FEW, *DRAFTING, slow=REPEATS))
 def test_joint_distribution_of_generate(proof: EngineProof, name: str) -> None:
     proof.llm.stats.reset()
     assert proof.prove(BY_NAME[name], 3).measured <= BOUND

@@ -16,6 +16,8 @@ RULES = list(ReferenceRule)
 RATIO_RULES = (ReferenceRule.TOKEN, ReferenceRule.BLOCK)
 #: Of proofs that the reference and the prover are right, whatever the engine does.
 of_the_prover = pytest.mark.by_change("src/outrider/lab/prove/", "tests/statistical/")
+#: Of what shows in fewer rounds, too, where the rules are wrong.
+of_the_rules = pytest.mark.by_change("src/outrider/verify/", "src/outrider/lab/prove/", "tests/statistical/")
 
 
 @of_the_prover
@@ -48,6 +50,7 @@ def test_forked_verifier_has_the_targets_distribution(rule):
     assert finding.measured <= finding.bound
 
 
+@of_the_rules
 @pytest.mark.parametrize("rule", RATIO_RULES)
 def test_forked_verifier_over_more_rounds(rule):
     finding = proofs.prove_verifier(rule, 7, 2, 4)

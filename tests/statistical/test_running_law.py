@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.model.core import DRAFTING, core
 
 from outrider.cache.running import CellRecord
 from outrider.lab.prove.engine import BOUND, EngineProof
@@ -25,6 +26,15 @@ HEADS_BY_NAME = {setting.name: setting for setting in RUNNING_HEADS_SETTINGS}
 CHAIN, TREE = BY_NAME["running state, chain"], BY_NAME["running state, tree, traversal"]
 #: Drafts of the layer that a checkpoint of such a model carries.
 LAYER_TREE = Setting("MTP, tree", MTP | {"tree": (2, 1), "rule": "token"})
+#: What always runs: a chain, a tree, samples and a seed, and every kind of head once.
+FEW = (
+    CHAIN.name,
+    TREE.name,
+    *(f"running state, {way}" for way in ("two samples", "seeded", "early exit", "staged", "lookup")),
+)
+FEW_HEADS = [f"running state, {head}" for head in ("EAGLE-3", "EAGLE-3, seeded", "DFlash", "P-EAGLE", "Medusa", "EAGLE")]
+#: Where states of texts are kept and go back, beside what drafts.
+OF_STATES = (*DRAFTING, "src/outrider/cache/running.py", "src/outrider/model/running.py", "src/outrider/kernels/mixers.py")
 #: What the states of the stock delta rule and the norms round to.
 FLOAT32_BOUND = 1e-6
 
@@ -38,7 +48,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProof]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", core(BY_NAME, FEW, *OF_STATES))
 def test_joint_distribution(proof: EngineProof, name: str) -> None:
     proof.llm.stats.reset()
     assert proof.prove(BY_NAME[name], 3).measured <= BOUND
@@ -57,7 +67,7 @@ def heads_proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProo
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", HEADS_BY_NAME)
+@pytest.mark.parametrize("name", core(HEADS_BY_NAME, FEW_HEADS, *OF_STATES))
 def test_joint_distribution_with_heads(heads_proof: EngineProof, name: str) -> None:
     heads_proof.llm.stats.reset()
     assert heads_proof.prove(HEADS_BY_NAME[name], 3).measured <= BOUND
@@ -70,6 +80,7 @@ def _rejected_rows_stay(record: CellRecord, position: int) -> Any:
     return record.function.replay(record.anchors[0].state, record.tape) if position else record.anchors[0].state
 
 
+@pytest.mark.by_change(*OF_STATES)
 @pytest.mark.parametrize(
     ("setting", "owner", "name", "bug"),
     [
@@ -87,6 +98,7 @@ def test_control(
     assert proof.prove(setting, 3).measured > 1e-4
 
 
+@pytest.mark.by_change(*OF_STATES)
 @pytest.mark.parametrize(
     ("name", "bug"),
     [("replay", lambda _, state, tape: state), ("state_at", _rejected_rows_stay)],
@@ -97,6 +109,7 @@ def test_control_with_heads(heads_proof: EngineProof, name: str, bug: Any, monke
     assert heads_proof.prove(HEADS_BY_NAME["running state, EAGLE-3"], 3).measured > 1e-4
 
 
+@pytest.mark.by_change(*OF_STATES)
 def test_a_delta_rule_has_the_law_of_plain_decoding(tmp_path: Path) -> None:
     """Its stock states are float32, so drafts are held against plain decoding, and that against the stock model."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig

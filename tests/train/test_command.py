@@ -51,15 +51,18 @@ def train(method: str, target: str, data: Path, out: Path, *words: Any) -> Resul
     return run(method, "--target", target, "--data", data, "--out", out, "--dtype", "float32", *FEW, *words)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("distill", ("--shape", "1x32:32", "--loss", "jsd", "--on-policy", "0.5")),
+        pytest.param("distill", ("--shape", "1x32:32", "--loss", "jsd", "--on-policy", "0.5"), marks=pytest.mark.core),
         ("medusa", ("--heads", "2", "--output", "target")),
         ("blockwise", ("--heads", "2", "--inner", "16")),
         ("exit", ("--layer", "2")),
-        ("eagle3", ("--draft-vocab", "20", "--unroll", "2", "--layers", "1,3", "--loss", "accepted_length")),
+        pytest.param(
+            "eagle3",
+            ("--draft-vocab", "20", "--unroll", "2", "--layers", "1,3", "--loss", "accepted_length"),
+            marks=pytest.mark.core,
+        ),
         ("mtp", ("--unroll", "2")),
         ("dflash", ("--block-size", "3", "--own-layers", "1", "--layers", "2,3", "--mask-token", "7")),
         (

@@ -135,6 +135,7 @@ def test_probabilities_are_what_the_parameters_mean(logits: Tensor, params: Samp
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
+@pytest.mark.by_change("src/outrider/verify/", "src/outrider/kernels/")
 @given(
     size=st.integers(511, 516) | st.sampled_from([1200, 17_000]),  # the kernels search until few entries are left: 512
     zeros=st.lists(st.sampled_from([0.0, -0.0]), min_size=1, max_size=4),

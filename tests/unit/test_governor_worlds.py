@@ -191,6 +191,7 @@ def gains_of_sure_texts(confidence: Script | None, every: int = 5) -> float:
     return plain / taken
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 def test_it_gains_at_once_in_texts_of_which_the_target_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what the target's confidence says of a text is not believed, or believed the wrong way round."""
 
@@ -204,6 +205,7 @@ def test_it_gains_at_once_in_texts_of_which_the_target_is_sure(monkeypatch: pyte
         assert gains_of_sure_texts(tells) < unseen + 0.05
 
 
+@pytest.mark.by_change("src/outrider/govern/")
 def test_confidence_that_tells_nothing_does_no_harm() -> None:
     """Targets may be as sure of texts in which drafts do not stand."""
 
