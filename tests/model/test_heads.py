@@ -275,9 +275,8 @@ ASKED: dict[str, SamplingParams] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("asked", "crowded"), core(product(ASKED, BACKENDS), in_turn(ASKED, BACKENDS)), indirect=["crowded"]
-)
+@pytest.mark.parametrize("crowded", BACKENDS, indirect=True)
+@pytest.mark.parametrize("asked", ASKED)
 def test_a_crowded_batch_writes_what_each_writes_alone(crowded: LLM, made: Made, asked: str) -> None:
     """All kinds of heads, a lookup and nobody, preempted, and with prefixes from the cache."""
     params = ASKED[asked]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from outrider.errors import (
     ProcessingError,
     UnsupportedParameterError,
 )
-from tests.model.core import core, in_turn
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "parameters.md"
 PROMPTS = ["def parse(line):\n", "for name in names:\n    for name in names:\n    for", '{"name": "']
@@ -85,7 +83,8 @@ def llm() -> LLM:
     return LLM(dtype="float64", speculation="none", block_size=8)
 
 
-@pytest.mark.parametrize(("row", "way"), core(product(ROWS, WAYS), in_turn(ROWS, WAYS)))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("row", ROWS)
 def test_the_text_is_that_of_plain_decoding(llm: LLM, row: str, way: str) -> None:
     given = {"max_tokens": 12, "seed": 5, **ROWS[row]}
     if way == "greedy":
@@ -234,7 +233,8 @@ def test_parameters_that_leave_no_token_end_their_own_request(llm: LLM, config: 
 CONFIGS, KINDS = [SpeculationConfig(), *SPECULATIONS], [KeyError, SystemExit, GeneratorExit]
 
 
-@pytest.mark.parametrize(("config", "kind"), core(product(CONFIGS, KINDS), in_turn(CONFIGS, KINDS)), ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_processor_that_raises_ends_its_own_request(
     llm: LLM, config: SpeculationConfig, kind: type[BaseException]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -22,7 +21,6 @@ from outrider.propose.bridge import SameVocabulary
 from outrider.propose.own_layers import EarlyExit
 from outrider.propose.settings import Method, ProposerContext
 from tests.model import checkpoints
-from tests.model.core import core, in_turn
 from tests.model.test_shared_layers import BACKENDS, EXIT, EXIT_TREE, GREEDY, LENGTH, LOOKUP, PROMPTS, SEEDED, SKIP, load
 
 
@@ -125,9 +123,8 @@ def test_rows_are_not_computed_twice(path: str, monkeypatch: pytest.MonkeyPatch)
 WATCHED = {(2, 4): True, (3,): True, (1, 3): False, (0,): False}
 
 
-@pytest.mark.parametrize(
-    ("backend", "layers"), core(product(BACKENDS, WATCHED), in_turn(BACKENDS, WATCHED)), indirect=["backend"], ids=str
-)
+@pytest.mark.parametrize("layers", WATCHED, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True, ids=str)
 def test_hidden_states_for_others_are_right(
     llm: LLM, backend: str, monkeypatch: pytest.MonkeyPatch, layers: tuple[int, ...]
 ) -> None:

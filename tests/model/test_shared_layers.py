@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from outrider.model import factory
 from outrider.propose import own_layers
 from outrider.propose.own_layers import EarlyExit, LayerSkip
 from tests.model import checkpoints
-from tests.model.core import core, in_turn
+from tests.model.core import core
 
 LENGTH = 4
 TREE = (2, 1, 1, 1)
@@ -62,9 +62,8 @@ def llm(path: str, backend: str) -> LLM:
 ASKED = {"greedy": GREEDY, "seeded": SEEDED, "two samples": SEEDED.replace(n=2)}
 
 
-@pytest.mark.parametrize(
-    ("backend", "asked"), core(product(BACKENDS, ASKED), in_turn(BACKENDS, ASKED)), indirect=["backend"]
-)
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_a_mixed_batch_writes_what_each_writes_alone(llm: LLM, asked: str) -> None:
     """Exits after different layers, skipped layers, chains, trees, a lookup and nobody, with too little memory for all."""
     params = ASKED[asked]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,44 @@ def test_what_runs(
 ) -> None:
     monkeypatch.setattr(tiers, "BY_CHANGE", {"tests/pages/": ("web/",)})
     assert tiers.runs(item(path, *marks), frozenset(changes)) is runs
+
+
+class Case(SimpleNamespace):
+    """One of a test."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def case(name: str, path: str = "tests/unit/test_a.py", *marks: pytest.MarkDecorator, **params: object) -> Any:
+    """A case of a test that is asked for two values together, for one of another list, and for one of a fixture."""
+    found = {mark.name: mark.mark for mark in marks}
+    lists = [pytest.mark.parametrize(names, []).mark for names in ("a, b", ["c"])]
+    return Case(
+        location=(path, 0, name),
+        name=name,
+        nodeid=f"{path}::{name}",
+        get_closest_marker=found.get,
+        iter_markers=lambda name: lists,
+        callspec=SimpleNamespace(params=params),
+    )
+
+
+def test_of_a_product_every_value_runs_once() -> None:
+    pairs, alone, fixtures = ((1, 1), (1, 2), (2, 1)), ("x", "y"), (7, 8)
+    cases = [case(f"t[{a}{b}{c}{d}]", a=a, b=b, c=c, d=d) for (a, b), c, d in itertools.product(pairs, alone, fixtures)]
+    other = case("u[1]", a=1, b=1, c="x", d=7)
+    ran = tiers.chosen([*cases, other], frozenset())
+    assert [each.name for each in ran] == ["t[11x7]", "t[12y8]", "t[21x7]", "u[1]"]
+    assert tiers.chosen(cases, frozenset(["tests/unit/test_a.py"])) == cases, "its file changed"
+
+
+def test_what_always_runs_and_what_has_one_list_is_whole() -> None:
+    always = [
+        case(f"t[{a}{c}]", "tests/unit/test_a.py", pytest.mark.core, a=a, b=1, c=c, d=1)
+        for a, c in itertools.product((1, 2), (1, 2))
+    ]
+    one = [case(f"u[{a}{b}]", a=a, b=b, c=1, d=1) for a, b in itertools.product((1, 2), (1, 2))]
+    assert tiers.chosen([*always, *one], frozenset()) == [*always, *one]
 
 
 def test_every_path_of_the_table_is_there() -> None:
