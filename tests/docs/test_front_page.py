@@ -58,9 +58,13 @@ def test_it_is_alive_and_hides_what_needs_a_server(page: Any) -> None:
     for scene in (1, 3, 4, 5, 7):
         assert page.locator(f"#lab-{scene} .toy").count() > 0
     assert set(page.locator(".experiment .go button").all_inner_texts()) == {"Show what was recorded"}
+    assert needs_a_server(page) == []
+
+
+def needs_a_server(page: Any) -> list[str]:
+    """What the page says that makes sense on the pages of a server alone."""
     shown = page.inner_text("body")
-    for words in ("Playground", "this server", "Measure passes", "Measure again"):
-        assert words not in shown, words
+    return [words for words in ("Playground", "this server", "Measure passes", "Measure again") if words in shown]
 
 
 def test_every_scene_takes_a_guess_and_shows_the_numbers_of_the_record(guessed: Any) -> None:
@@ -72,6 +76,8 @@ def test_every_scene_takes_a_guess_and_shows_the_numbers_of_the_record(guessed: 
         box = boxes.nth(place)
         assert RECORD["machine"] in box.locator(".recorded").inner_text()
         assert box.locator(".chart, .tree, .distribution, .finding").count() > 0
+
+    assert needs_a_server(guessed) == []
 
     def told(name: str) -> float:
         return float(guessed.get_attribute(f"[data-name={name}]", "data-value"))

@@ -55,6 +55,7 @@ class Reach:
         self.tests: list[tuple[str, float]] = []
         self.lines: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self._coverage = coverage.Coverage(data_file=None, source_pkgs=["outrider"], config_file=False)
+        self._coverage.set_option("run:disable_warnings", ["module-not-measured", "no-data-collected"])  # of short tests
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

@@ -51,7 +51,7 @@ function first(lab: Lab | null): HTMLElement {
     },
     show: ({ plain, fast }) => {
       const longer = fast / plain;
-      const lesson = longer > 1.1 ? "The prompt has to be read all the same, and whoever guesses has to read it too." : longer > 0.9 ? "That is about the same: the prompt has to be read in any case, and nothing is guessed before it is." : "That is chance: nothing is guessed before the first token, so it cannot come sooner. Measure again.";
+      const lesson = longer > 1.1 ? "The prompt has to be read all the same, and whoever guesses has to read it too." : longer > 0.9 ? "That is about the same: the prompt has to be read in any case, and nothing is guessed before it is." : "That is chance: nothing is guessed before the first token, so it cannot come sooner.";
       const head = finding("The first token took ", figure("first-plain", plain, duration(plain)), " plainly and ", figure("first-fast", fast, duration(fast)), ` with speculation. ${lesson}`);
       const rows = [
         { name: "plain", value: plain, text: duration(plain) },
