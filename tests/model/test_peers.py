@@ -6,8 +6,11 @@ import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.config import default_model
+from outrider.lab.convert.gguf import write_gguf
+from outrider.lab.convert.gguf_vocabulary import placeholders
 from outrider.lab.peers.base import PeerModels
 from outrider.lab.peers.known import PEERS, open_peer
+from tests.model.test_gguf_mtp import PROMPT, QWEN, made
 
 pytestmark = pytest.mark.by_change("src/outrider/lab/peers/", "tests/model/test_peers.py")
 NUM_TOKENS = 32
@@ -98,3 +101,18 @@ def test_texts_of_a_batch_are_those_that_are_written_alone(peer, llm):
         assert run.seconds == pytest.approx(min(run.first_token_seconds) + run.decode_seconds, abs=1e-6)
         assert len(prompts) * (NUM_TOKENS - 1) <= run.decode_tokens < len(prompts) * NUM_TOKENS
         assert 0 <= run.num_accepted_tokens < len(prompts) * NUM_TOKENS
+
+
+@pytest.mark.slow
+def test_llama_cpp_also_drafts_with_the_layers_that_a_file_carries(tmp_path):
+    if (reason := PEERS["llama.cpp"].missing()) is not None:
+        pytest.skip(reason)
+    path = write_gguf(made(QWEN, tmp_path / "source"), tmp_path / "m.gguf", vocabulary=placeholders(), parts="all")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected = LLM(path, dtype="float32", speculation="none").generate([PROMPT], params)[0].token_ids
+    with open_peer("llama.cpp", PeerModels(path, None, "float32", 1, tmp_path)) as peer:
+        modes = [mode for mode in peer.modes(full=False) if mode.kind == "mtp"]
+        assert [mode.num_draft_tokens for mode in modes] == [1, 2, 3]
+        run = peer.generate(modes[1], [PROMPT], max_tokens=NUM_TOKENS, temperature=0.0, seed=None)
+    assert run.texts == (expected,)
+    assert 0 <= run.num_accepted_tokens < run.num_draft_tokens

@@ -42,7 +42,7 @@ class PeerMode:
     """One setting of a peer."""
 
     name: str  # the name in reports, such as "plain" or "draft_model k=3"
-    kind: str  # "plain", "draft_model" or "ngram"
+    kind: str  # "plain", "draft_model", "ngram" or "mtp"
     num_draft_tokens: int = 0  # the most draft tokens in a step. 0 where the mode does not speculate.
 
 

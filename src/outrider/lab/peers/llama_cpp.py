@@ -19,6 +19,8 @@ from urllib.request import Request, urlopen
 
 from outrider.errors import EngineAnswerError, MissingExtraError
 from outrider.lab.peers.base import GGUF_NAMES, OtherEngine, Peer, PeerMode, PeerModels, PeerRequest, PeerRun, gguf_file
+from outrider.loading.gguf.architecture import PREDICTED
+from outrider.loading.gguf.header import read_gguf
 
 if TYPE_CHECKING:
     from outrider.lab.peers.server import CompletionsClient
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 #: The length of the n-gram that must occur again. `ngram-simple` never tries a shorter one.
 _NGRAM_SIZE = 2
 _CONTEXT = 4096
+#: Draft tokens of prediction layers in a step.
+_MTP_LENGTHS = (1, 2, 3)
 #: Fields of every request: no filters of the probabilities, and nothing reused from the text before.
 _REQUEST = {"cache_prompt": False, "ignore_eos": True, "return_tokens": True, "top_p": 1.0, "min_p": 0.0}
 
@@ -79,6 +83,7 @@ class LlamaCppEngine:
         draft = gguf_file(models.folder, str(models.draft), models.dtype) if drafts else None
         ways = {
             "draft_model": Speculation("", "DRAFT_SIMPLE", {"n_max": k, "p_min": 0.0}),
+            "mtp": Speculation("", "DRAFT_MTP", {"n_max": k, "p_min": 0.0}),
             "ngram": Speculation("", "NGRAM_SIMPLE", ngram={"size_n": _NGRAM_SIZE, "size_m": k, "min_hits": 1}),
         }
         params = _server_params(
@@ -95,7 +100,7 @@ class LlamaCppEngine:
 
 
 class LlamaCppPeer(Peer):
-    """llama.cpp, with drafts of its draft model or of its simple n-gram search."""
+    """llama.cpp, with drafts of its draft model, of the prediction layers of its file, or of its simple n-gram search."""
 
     name = "llama.cpp"
     package = "xllamacpp"
@@ -110,9 +115,21 @@ class LlamaCppPeer(Peer):
             weights = "of the file"
         return f"weights {weights}, KV {_kv_type(self.models.dtype)}"
 
+    def modes(self, *, full: bool, batch: int = 1) -> Sequence[PeerMode]:
+        carried = [PeerMode(f"mtp k={k}", "mtp", k) for k in _MTP_LENGTHS if _predicts(self.models.target)]
+        return [*super().modes(full=full, batch=batch), *carried]
+
     @staticmethod
     def proving(folder: Path) -> AbstractContextManager[OtherEngine]:
         return open_llama_cpp(folder)
+
+
+def _predicts(target: str) -> bool:
+    """Whether it is a file that carries prediction layers."""
+    if not target.endswith(".gguf"):
+        return False
+    metadata = read_gguf(target).metadata
+    return bool(metadata.get(f"{metadata.get('general.architecture')}.{PREDICTED}"))
 
 
 def _kv_type(dtype: str) -> str:
@@ -152,7 +169,9 @@ def _server_params(
         for key, value in speculation.ngram.items():
             setattr(own.ngram_simple, key, value)
         if speculation.draft is not None:
-            own.draft.mparams.path, own.draft.n_min = files[1], 0
+            own.draft.n_min = 0
+            if files[1] is not None:  # prediction layers are in the file of the target
+                own.draft.mparams.path = files[1]
             for key, value in speculation.draft.items():
                 setattr(own.draft, key, value)
             models.append(own.draft)
