@@ -2,11 +2,14 @@
 
     python recipes/train_hybrid.py FOLDER --minutes 24
     OMP_NUM_THREADS=2 python -m benchmarks.hybrid_drafts FOLDER --out FILE      about 4 minutes on two cores
+    OMP_NUM_THREADS=2 python -m benchmarks.hybrid_drafts FOLDER --file          the copy as a file of llama.cpp (Q4_0)
 
 The copy computes what the trained model computes and reads many times the weights (outrider.widen), so that a
 pass waits for memory, as one of a larger model does. Its own layer that predicts several tokens, the embedded draft model
 and the engine's choice (`auto`) between both take turns with plain decoding at temperature 1, one text at a time. Passes
-are timed in every round, too, in the middle of such a text. The figures are medians of rounds with their ranges:
+are timed in every round, too, in the middle of such a text. A file of the copy carries the layer. It has no draft model,
+and llama.cpp writes the same prompts with the same file in the same rounds, if the extra `llama-cpp` is installed. The
+figures are medians of rounds with their ranges:
 
 - tokens: what a pass of the target yields (tau).
 - propose: the time of a draft over T(1), that of a plain pass. The first draft of a text is left out.
@@ -21,6 +24,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -35,11 +40,15 @@ from benchmarks.heads import Clock
 from benchmarks.hybrids import steps
 from outrider import LLM, DraftModel, Mtp, SpeculationConfig
 from outrider.config import default_model
+from outrider.lab.convert.gguf import write_gguf
+from outrider.lab.convert.gguf_vocabulary import placeholders
 from outrider.lab.measure.decoding_config import DecodingConfig
 from outrider.lab.measure.figures import Spread
 from outrider.lab.measure.machine import LoadWatch, describe
 from outrider.lab.measure.tasks import built_in
 from outrider.lab.measure.writing import EncodedTask, encoded_tasks, write
+from outrider.lab.peers.base import Peer, PeerModels
+from outrider.lab.peers.llama_cpp import LlamaCppPeer
 from outrider.model.memory import PassTimer
 from outrider.widen import wide_copy
 
@@ -48,6 +57,7 @@ _WORKLOAD, _LENGTH, _TEMPERATURE = "code_completion", 512, 1.0
 _PASSES = 4
 #: What drafts, with the lengths of its drafts, and what the engine chooses from.
 _LENGTHS = {"mtp": (1, 2, 3), "draft_model": (3,)}
+_OF_FILES = {"mtp": _LENGTHS["mtp"]}
 _LONGEST = {"mtp": 4, "draft_model": 6}
 
 
@@ -57,11 +67,11 @@ def settings(method: str, length: int) -> SpeculationConfig:
     return SpeculationConfig(method=found, num_draft_tokens=length)
 
 
-def ways() -> dict[str, DecodingConfig]:
+def ways(drafting: dict[str, tuple[int, ...]]) -> dict[str, DecodingConfig]:
     """Who takes turns, by name."""
-    fixed = {f"{method}, {n}": settings(method, n) for method, lengths in _LENGTHS.items() for n in lengths}
+    fixed = {f"{method}, {n}": settings(method, n) for method, lengths in drafting.items() for n in lengths}
     chosen = SpeculationConfig.of(
-        {"method": "auto", "methods": [settings(*each).as_mapping() for each in _LONGEST.items()]}
+        {"method": "auto", "methods": [settings(name, _LONGEST[name]).as_mapping() for name in drafting]}
     )
     every = {"plain": SpeculationConfig(), **fixed, "auto": chosen}
     return {name: DecodingConfig(name, config) for name, config in every.items()}
@@ -73,11 +83,13 @@ class Stage:
     Args:
         llm: The copy, loaded.
         tasks: What is written, a text a round.
+        peer: Another engine that takes turns with them.
     """
 
-    def __init__(self, llm: LLM, tasks: list[EncodedTask]) -> None:
-        self._llm, self._tasks, self._ways = llm, tasks, ways()
-        self._clocks = [Clock(each) for name in _LENGTHS for each in llm.proposers.prepare(settings(name, 1))]
+    def __init__(self, llm: LLM, tasks: list[EncodedTask], peer: Peer | None = None, *, of_file: bool = False) -> None:
+        self._lengths = _OF_FILES if of_file else _LENGTHS
+        self._llm, self._tasks, self._ways, self._peer = llm, tasks, ways(self._lengths), peer
+        self._clocks = [Clock(each) for name in self._lengths for each in llm.proposers.prepare(settings(name, 1))]
         self._timer = PassTimer(llm.engine.runner, _LENGTH)
         self.chosen: dict[str, int] = {}
 
@@ -88,11 +100,24 @@ class Stage:
         names = list(self._ways) if turn % 2 else list(reversed(self._ways))
         written = {name: self._written(task, name) for name in names}
         plain = written["plain"]["speed"]
-        return {name: self._figures(name, figures, seconds, plain) for name, figures in written.items()}
+        found = {name: self._figures(name, figures, seconds, plain) for name, figures in written.items()}
+        return found | (self._beside(self._peer, task, turn, plain) if self._peer else {})
+
+    def _beside(self, peer: Peer, task: EncodedTask, turn: int, plain: float) -> dict[str, dict[str, float]]:
+        """The figures of the other engine, without lookups."""
+        found = {}
+        for mode in peer.modes(full=False):
+            if mode.kind != "ngram":
+                how: dict[str, Any] = {"max_tokens": task.max_tokens, "temperature": _TEMPERATURE, "seed": turn}
+                run = peer.generate(mode, [task.prompt_ids], **how)
+                passes = run.num_tokens - (run.num_accepted_tokens or 0)
+                gain = run.decode_tokens / (run.decode_seconds or 1.0) / plain
+                found[f"{peer.name}, {mode.name}"] = {"tokens": run.num_tokens / passes, "gain": gain}
+        return found
 
     def _passes(self, context: int) -> dict[int, float]:
         """Seconds of passes by their number of rows, which take turns."""
-        rows = sorted({1, *(length + 1 for lengths in _LENGTHS.values() for length in lengths)})
+        rows = sorted({1, *(length + 1 for lengths in self._lengths.values() for length in lengths)})
         self._timer.compute(context)
         found: dict[int, list[float]] = {n: [] for n in rows}
         for _ in range(_PASSES):
@@ -127,14 +152,23 @@ class Stage:
         return figures | {"propose": found["propose"] / one, "C": many / one, "of_expected": figures["gain"] / expected}
 
 
-def measure(folder: str, rounds: int, max_tokens: int) -> dict[str, Any]:
+def measure(folder: str, rounds: int, max_tokens: int, *, of_file: bool) -> dict[str, Any]:
     """All figures of a trained checkpoint."""
     copy = wide_copy(folder, "bfloat16")
     tasks = encoded_tasks(copy, _LENGTH, {_WORKLOAD: built_in(_WORKLOAD)}, max_tokens)[_WORKLOAD]
     how: dict[str, Any] = {"speculation": "none", "prefix_caching": False, "max_num_seqs": 1, "max_model_len": _LENGTH}
-    with LLM(copy, **how) as llm:
+    with ExitStack() as stack:
+        peer = None
+        if of_file:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            copy = write_gguf(copy, scratch / "copy.gguf", "int4", placeholders(), "all")
+            if LlamaCppPeer.missing() is None:
+                models = PeerModels(copy, None, "int4", torch.get_num_threads(), scratch)
+                peer = stack.enter_context(LlamaCppPeer(models))
+        llm = stack.enter_context(LLM(copy, **how))
         runner = llm.engine.runner
-        stage, num_bytes = Stage(llm, tasks), runner.backend.weight_bytes(runner.loaded.model)
+        stage = Stage(llm, tasks, peer, of_file=of_file)
+        num_bytes = runner.backend.weight_bytes(runner.loaded.model)
         assert num_bytes is not None, "the kernels compute the copy"
         passes, watch = steps(PassTimer(runner, _LENGTH), num_bytes, rounds), LoadWatch()
         found = []
@@ -181,11 +215,12 @@ def main() -> None:
     """Measure and print the figures."""
     parser = argparse.ArgumentParser(description="Drafts for a wide copy of a trained model with running states.")
     parser.add_argument("folder", help="of a checkpoint by recipes/train_hybrid.py")
+    parser.add_argument("--file", action="store_true", help="write the copy as a file first")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, help="where the figures go as JSON")
     arguments = parser.parse_args()
-    found = measure(arguments.folder, arguments.rounds, arguments.max_tokens)
+    found = measure(arguments.folder, arguments.rounds, arguments.max_tokens, of_file=arguments.file)
     Console(width=140).print(shown(found))
     megabytes, share = found["weight_bytes"] / 1e6, found["share_of_bandwidth"]
     print(f"{megabytes:.0f} MB, T(1) {found['row_ms']:.1f} ms, {share:.0%} of the bandwidth")
