@@ -193,8 +193,9 @@ def _rejected_rows_are_kept(patch: pytest.MonkeyPatch) -> None:
         for seen in rows:
             end, kv = self.added.num_filled(seen.sequence.kv), seen.sequence.kv
             states = {layer: states[-1:] for layer, states in seen.aux_hidden_states.items()}
-            for number, kept in enumerate(self._head.keys_and_values(self._head.fuse(states), [end - 1])):
-                self.added.write(kv, number, end - 1, *kept)
+            if end > kv.writable[0]:  # else rows wait, since nothing is drafted
+                for number, kept in enumerate(self._head.keys_and_values(self._head.fuse(states), [end - 1])):
+                    self.added.write(kv, number, end - 1, *kept)
 
     patch.setattr(BlockProposer, "observe", observe)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from outrider import LLM, Eagle1, Eagle3, Ngram, SamplingParams, SpeculationConfig
+from outrider.engine.drafting import asking, drafting
+from outrider.engine.drafting.asking import StepDraft
 from outrider.engine.drafting.planning import as_requested
 from outrider.heads.fused_head import FusedRunner
 from outrider.heads.runner import HeadRunner
@@ -207,6 +210,49 @@ def test_every_draft_is_what_the_reference_says(
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     plain = crowded.generate([*PROMPTS, *PROMPTS], params, speculation="none")
     assert texts(outputs) == texts(plain)
+
+
+def seldom(patch: pytest.MonkeyPatch, every: int) -> None:
+    """Drafts are asked for in one of so many steps, as where the engine finds that they do not pay."""
+    asked, steps = asking.propose_all, count()
+
+    def propose(items: Any, *others: Any) -> Any:
+        return asked(items, *others) if next(steps) % every == every - 1 else [StepDraft() for _ in items]
+
+    patch.setattr(drafting, "propose_all", propose)
+
+
+@pytest.mark.parametrize("every", [3, 11])
+def test_rows_wait_until_their_block_is_full_where_nothing_is_drafted(
+    made: Made, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With samples, a short memory and prefix hits: all is drafted that is drafted where no row waits, by fewer passes."""
+    name, reads, read = DRAFTING[0], list[int](), HeadRunner.read
+    watch = Watch(made.reference(name), monkeypatch)
+    params = [GREEDY, SEEDED.replace(temperature=0, n=2), SEEDED] * 2
+
+    def counted(self: Any, added: Any, texts: Any, before: Any) -> Any:
+        reads[-1] += 1
+        return read(self, added, texts, before)
+
+    def written(*, keeps_up: bool) -> list[Any]:
+        reads.append(0)
+        llm = load(made, kv_cache_tokens=96, max_num_batched_tokens=48)
+        proposer_of(llm, made.way(name)).keeps_up = keeps_up
+        seldom(monkeypatch, every)
+        outputs = llm.generate([*PROMPTS, *PROMPTS], params, speculation=made.way(name))
+        assert faults(outputs) == 0
+        assert llm.stats.finished.num_preemptions > 0
+        llm.engine.check_rest()
+        samples = [sample for output in outputs for sample in output.outputs]
+        return [(each.token_ids, each.stats.num_draft_tokens, each.stats.num_accepted_tokens) for each in samples]
+
+    monkeypatch.setattr(HeadRunner, "read", counted)
+    assert written(keeps_up=True) == written(keeps_up=False)
+    assert watch.worst <= BOUND
+    assert watch.num_rows > 0
+    eager, waiting = reads
+    assert waiting < eager if every == 11 else waiting <= 2 * eager
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED.replace(n=3), SamplingParams(max_tokens=12, n=2)], ids=str)

@@ -132,9 +132,9 @@ class AddedLayers:
     """Keys and values that a proposer keeps of the texts of the target, one slot a token.
 
     They share the target's blocks: what is forked, copied, moved, shared with later texts or given back is so for these
-    layers too. So a proposer must keep up with the target: it writes the rows of a pass in `observe` of the same step, for
-    what lies further back may belong to other texts by then. Behind the text, in the room for a draft, it may write at
-    any time.
+    layers too. So a proposer must keep up with the target: it writes the rows of a block in `observe` of the step that
+    fills the block at the latest, for what lies further back may belong to other texts by then. Behind the text, in the
+    room for a draft, it may write at any time.
 
     The slot of token i may hold what token i and the target's feature of token i - 1 give. The feature of a block's last
     token is kept with the block, so that a text that begins with a block of another one can go on behind it.
@@ -191,7 +191,8 @@ class AddedLayers:
         first, end = kv.writable
         if not first <= start <= start + count <= end:
             problem = f"{count} rows there are outside the slots from {first} to {end} that may be written now"
-            raise ContradictionError("start", start, problem, "Write the rows of the last pass, and those of a draft.")
+            remedy = "Write rows of the block that the last pass went on in, and those of a draft."
+            raise ContradictionError("start", start, problem, remedy)
         return kv.slots(start, start + count)
 
     def begin_block(self, block: int, kv: KVView, stop: int) -> None:

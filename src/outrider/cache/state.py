@@ -41,8 +41,8 @@ class SequenceState:
         num_published: Leading blocks that are settled in the prefix cache.
         num_filled: Leading tokens that added layers hold, by their number; those ahead of the text too, until it turns out
             that the text takes others.
-        writable_from: First slot that a proposer may write in added layers: where the last pass began, until another step
-            begins, and then behind all that is computed.
+        writable_from: First slot that a proposer may write in added layers: where the block begins in which the last pass
+            began, until another step begins, and then where the block begins in which that one goes on.
         long_rope: Whether they were computed with the rotary factors of long texts.
         running: What layers with a running state keep of the text.
         end_of_prompt: Where the last full block ends of what the text began with.
@@ -184,7 +184,7 @@ class SequenceState:
             return False
         if self.source is not None:
             self.source.reserve()
-        stop, self.writable_from = self.end + rows, self.end
+        stop, self.writable_from = self.end + rows, self._begin_of_block(self.end)
         self.copies += self._blocks.make_writable(self.block_table, self.end, stop)
         return self._blocks.grow(self.block_table, stop)
 
@@ -192,7 +192,11 @@ class SequenceState:
         """Keep the rows of a pass that are part of the text, and nothing of the others."""
         assert start == self.num_computed, "rows are committed behind what is computed"
         self._line_up(start, accepted_rows)
-        self.num_computed, self.writable_from = start + len(accepted_rows), start
+        self.num_computed, self.writable_from = start + len(accepted_rows), self._begin_of_block(start)
+
+    def _begin_of_block(self, position: int) -> int:
+        """The first slot of the block that a pass goes on in, which nobody else reads while it is not full."""
+        return position // self._blocks.block_size * self._blocks.block_size
 
     def fill(self, number: int, stop: int) -> None:
         """An added layer holds the first `stop` tokens now."""

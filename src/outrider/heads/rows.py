@@ -8,6 +8,7 @@ from itertools import accumulate, islice
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from outrider.cache.memory import AddedLayers
@@ -27,6 +28,11 @@ class TextRows(NamedTuple):
     def span(self) -> range:
         """Their positions."""
         return range(self.start, self.start + len(self.token_ids))
+
+    def followed_by(self, text: TextRows) -> TextRows:
+        """These rows and those behind them."""
+        hidden = {layer: torch.cat([rows, text.hidden[layer]]) for layer, rows in self.hidden.items()}
+        return self._replace(token_ids=self.token_ids + text.token_ids, hidden=hidden)
 
 
 @dataclass

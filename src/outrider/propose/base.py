@@ -416,6 +416,8 @@ class Proposer:
     requires: Requirements | None = None
     #: Whether it tells drafts how likely places stand (`Growth.chances`), and leaves to the engine where a chain ends.
     judges: bool = False
+    #: Whether it may not put off what it keeps of rows that it was shown, as in a stage, whose draft model goes by it.
+    keeps_up: bool = False
 
     def begin(self, sequence: ProposerSequence) -> None:
         """The sequence will be drafted for; called before anything else is told or asked of it, maybe late in its text."""

@@ -41,11 +41,44 @@ class ProposerBesideTarget(Proposer):
         self.added: AddedLayers = head.join()
         self.requires = Requirements(aux_layers=head.aux_layers, added_layers=self.added)
         self._features: dict[int, LastFeatures] = {}  # by sequence
+        # Rows that are not read yet, by sequence. Where nothing is drafted they wait until their block is full: so the head
+        # costs a text that it does not draft for a pass in so many steps, and not one in each.
+        self._waiting: dict[int, TextRows] = {}
+        self._asked: set[int] = set()  # sequences that have been drafted for since they were last observed
 
     @torch.inference_mode()
     def observe(self, rows: Sequence[ObservedRows]) -> None:
-        unread = [(seen, self._unread_rows(seen)) for seen in rows]
-        read = [(seen.sequence, text) for seen, text in unread if text is not None]
+        read = []
+        for seen in rows:
+            text, number = self._unread_rows(seen), seen.sequence.seq_id
+            if text is not None and (self.keeps_up or number in self._asked or self._fills_block(text)):
+                read.append((seen.sequence, text))
+            elif text is not None:
+                self._waiting[number] = text._replace(hidden={layer: each.clone() for layer, each in text.hidden.items()})
+            self._asked.discard(number)
+        self._read(read)
+
+    def _fills_block(self, text: TextRows) -> bool:
+        """Whether others may find a block with these rows from now on, so that they cannot wait."""
+        size = self.added.block_size
+        return text.span.stop // size > text.start // size
+
+    @torch.inference_mode()
+    def _catch_up(self, requests: Sequence[ProposeRequest]) -> None:
+        """Read what waits of texts that are drafted for."""
+        self._asked |= {request.sequence.seq_id for request in requests}
+        waiting = [(request.sequence, self._waiting_rows(request.sequence)) for request in requests]
+        self._read([(sequence, text) for sequence, text in waiting if text is not None])
+
+    def _waiting_rows(self, sequence: ProposerSequence) -> TextRows | None:
+        """What waits of a text, behind what the head holds; None for nothing, as where the text was preempted since."""
+        text = self._waiting.pop(sequence.seq_id, None)
+        own = None if text is None else sequence.token_ids[text.start : text.span.stop]
+        stands = text is not None and text.start == self.added.num_filled(sequence.kv) and text.token_ids == list(own or ())
+        return text._replace(kv=sequence.kv) if text is not None and stands else None
+
+    def _read(self, read: Sequence[tuple[ProposerSequence, TextRows]]) -> None:
+        """Let the head hold these rows, too."""
         if not read:
             return
         texts, size = [text for _, text in read], self.added.shape.feature_size
@@ -61,24 +94,31 @@ class ProposerBesideTarget(Proposer):
     def fork(self, parent: ProposerSequence, child: ProposerSequence) -> None:
         if parent.seq_id in self._features:
             self._features[child.seq_id] = self._features[parent.seq_id]
+        if parent.seq_id in self._waiting:
+            self._waiting[child.seq_id] = self._waiting[parent.seq_id]
 
     def finish(self, sequence: ProposerSequence) -> None:
         self._features.pop(sequence.seq_id, None)
+        self._waiting.pop(sequence.seq_id, None)
+        self._asked.discard(sequence.seq_id)
         if self._vocabulary is not None:
             self._vocabulary.forget(sequence.seq_id)
 
     def check_rest(self) -> None:
-        assert not self._features, f"the head still keeps features of {len(self._features)} texts"
+        kept = len(self._features.keys() | self._waiting.keys() | self._asked)
+        assert not kept, f"the head still keeps something of {kept} texts"
 
     def _unread_rows(self, seen: ObservedRows) -> TextRows | None:
-        """The rows that stand, from the token on that the head does not hold yet; None where that one is not among them."""
-        kv = seen.sequence.kv
-        held = self.added.num_filled(kv)
+        """The rows that stand, from the token on that the head does not hold yet, behind those that waited; where that one
+        is not among them, only what waited."""
+        kv, waiting = seen.sequence.kv, self._waiting_rows(seen.sequence)
+        held = self.added.num_filled(kv) if waiting is None else waiting.span.stop
         places = [row for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED) if seen.positions[row] >= held]
         if not places or seen.positions[places[0]] != held:
-            return None
+            return waiting
         hidden = {layer: seen.aux_hidden_states[layer][rows_at(places)] for layer in self.added.aux_layers}
-        return TextRows(kv, held, [seen.token_ids[place] for place in places], hidden)
+        text = TextRows(kv, held, [seen.token_ids[place] for place in places], hidden)
+        return text if waiting is None else waiting.followed_by(text)
 
     def _features_before(self, sequence: ProposerSequence, text: TextRows, like: Tensor) -> Tensor:
         """The features [feature_size] before the first row; zeros before the first token, whose slot nobody sees."""

@@ -169,6 +169,7 @@ class HeadProposer(ProposerBesideTarget):
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        self._catch_up(requests)
         free = iter(self.added.draft_blocks)  # no earlier draft is growing any more
         growths = [self._growth(request, self._head.num_levels) for request in requests]
         begun = [drafting for growth in growths if growth.growing and (drafting := self._begin(growth, free))]

@@ -95,6 +95,7 @@ class BlockProposer(ProposerBesideTarget):
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[ProposeRequest], noise: DraftNoise) -> Sequence[Draft]:
+        self._catch_up(requests)
         growths = [self._begin(request) for request in requests]
         begun = [growth for growth in growths if growth.growing]
         if begun:

@@ -66,6 +66,7 @@ class StageDrafter(ProposerHost):
 
     def __init__(self, proposer: Proposer, config: SpeculationConfig, vocab_size: int) -> None:
         super().__init__(proposer, vocab_size)
+        proposer.keeps_up = True
         self.config = config
         self._texts: dict[int, _StageText] = {}
 
