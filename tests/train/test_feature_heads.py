@@ -89,8 +89,8 @@ def test_a_confidence_head_says_how_often_places_stand(job: Job, monkeypatch: py
     said: list[float] = []
     stock = BlockRunner.go_on
 
-    def watched(self: Any, *args: Any) -> Any:
-        found = stock(self, *args)
+    def watched(self: Any, *args: Any, **how: Any) -> Any:
+        found = stock(self, *args, **how)
         said.append(float(found[2].mean()))
         return found
 

@@ -19,8 +19,6 @@ from urllib.request import Request, urlopen
 
 from outrider.errors import EngineAnswerError, MissingExtraError
 from outrider.lab.peers.base import GGUF_NAMES, OtherEngine, Peer, PeerMode, PeerModels, PeerRequest, PeerRun, gguf_file
-from outrider.loading.gguf.architecture import PREDICTED
-from outrider.loading.gguf.header import read_gguf
 
 if TYPE_CHECKING:
     from outrider.lab.peers.server import CompletionsClient
@@ -128,6 +126,9 @@ def _predicts(target: str) -> bool:
     """Whether it is a file that carries prediction layers."""
     if not target.endswith(".gguf"):
         return False
+    from outrider.loading.gguf.architecture import PREDICTED
+    from outrider.loading.gguf.header import read_gguf
+
     metadata = read_gguf(target).metadata
     return bool(metadata.get(f"{metadata.get('general.architecture')}.{PREDICTED}"))
 
