@@ -43,7 +43,7 @@ def test_what_runs(
 
 
 class Case(SimpleNamespace):
-    """One of a test."""
+    """A case of a test, which a set can hold."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 

@@ -416,7 +416,7 @@ class Proposer:
     requires: Requirements | None = None
     #: Whether it tells drafts how likely places stand (`Growth.chances`), and leaves to the engine where a chain ends.
     judges: bool = False
-    #: Whether it may not put off what it keeps of rows that it was shown, as in a stage, whose draft model goes by it.
+    #: Whether it must read rows as soon as it is shown them. In a stage it must, because the draft model counts on it.
     keeps_up: bool = False
 
     def begin(self, sequence: ProposerSequence) -> None:

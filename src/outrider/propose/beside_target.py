@@ -41,8 +41,8 @@ class ProposerBesideTarget(Proposer):
         self.added: AddedLayers = head.join()
         self.requires = Requirements(aux_layers=head.aux_layers, added_layers=self.added)
         self._features: dict[int, LastFeatures] = {}  # by sequence
-        # Rows that are not read yet, by sequence. Where nothing is drafted they wait until their block is full: so the head
-        # costs a text that it does not draft for a pass in so many steps, and not one in each.
+        # Rows that are not read yet, by sequence. If nothing is drafted for a text, its rows wait until their block is
+        # full. So the head makes one pass for a whole block of such a text, and not one in each step.
         self._waiting: dict[int, TextRows] = {}
         self._asked: set[int] = set()  # sequences that have been drafted for since they were last observed
 
@@ -71,7 +71,8 @@ class ProposerBesideTarget(Proposer):
         self._read([(sequence, text) for sequence, text in waiting if text is not None])
 
     def _waiting_rows(self, sequence: ProposerSequence) -> TextRows | None:
-        """What waits of a text, behind what the head holds; None for nothing, as where the text was preempted since."""
+        """The rows of a text that wait; None if none do, or if they do not follow what the head holds, as after a
+        preemption."""
         text = self._waiting.pop(sequence.seq_id, None)
         own = None if text is None else sequence.token_ids[text.start : text.span.stop]
         stands = text is not None and text.start == self.added.num_filled(sequence.kv) and text.token_ids == list(own or ())
