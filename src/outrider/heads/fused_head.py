@@ -1,8 +1,8 @@
-"""FusedRunner: runs the layer of a published EAGLE head in one pass of our kernels."""
+"""FusedRunner: runs the layer of a head that drafts token by token in one pass of our kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from outrider.heads.checkpoint import use_kernels
 from outrider.heads.features import Eagle3Network, FeatureHeadNetwork
 from outrider.heads.formats.published import PublishedHead
 from outrider.heads.rows import DraftRows, TextRows, Work, pass_rows
-from outrider.heads.runner import HeadRunner, features_before
+from outrider.heads.runner import HeadRunner, NetworkT, features_before
 from outrider.kernels.decoder import DecoderKernel, PassRows, rows_without_context
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.model.families import Family
@@ -27,27 +27,53 @@ from outrider.model.target import Target
 
 #: The layers of the two methods: one has no norm before attention, the other has one for embeddings and one for features.
 _EAGLE1, _EAGLE3 = Family(attention_norm=None), Family(attention_norm="hidden_norm")
-#: The modules that stay as they are: what features go through before the layer.
+#: The modules that do not stay as they are.
 _PACKED = ("layer", "lm_head", "embed_tokens")
 _FIRST_POSITIONS = 4096
 #: Hidden states behind the norm of the output layer, as transformers counts those of one layer.
 _NORMED = 1
 
 
-class FusedRunner(HeadRunner[FeatureHeadNetwork]):
+class FusedRunner(HeadRunner[NetworkT]):
     """A head of one layer over keys and values in blocks. Those of a draft lie in blocks of its own, behind those of the
     text, so that no level of it copies what is kept of the text. The arguments are those of `HeadRunner`."""
 
     kernel: DecoderKernel
     _num_positions = 0
 
+    @property
+    def normed(self) -> bool:
+        """Whether the output layer reads what the layer leaves behind the kernels' final norm."""
+        raise NotImplementedError
+
+    @property
+    def passes_normed(self) -> bool:
+        """Whether the next token reads that, too, and not what comes before the norm."""
+        raise NotImplementedError
+
     def _pack(self) -> torch.dtype:
         """Take the layer and the output layer over to the kernels, and what comes before them as for every head."""
         library = kernel_library()
         assert library is not None
-        self.kernel = _kernel(self.network, self._target, library)
-        others = (module for name, module in self.network.named_children() if name not in _PACKED)
-        return use_kernels(nn.ModuleList(others), self._target)
+        self.kernel = self._take(library)
+        return use_kernels(nn.ModuleList(self._others()), self._target)
+
+    def _take(self, library: KernelLibrary) -> DecoderKernel:
+        """The kernel of the layer, with its weights."""
+        raise NotImplementedError
+
+    def _others(self) -> Iterable[nn.Module]:
+        """What features go through before the layer, which stays as it is."""
+        raise NotImplementedError
+
+    def _enter(self, rows: PassRows, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns what the layer adds to [n, width], and what its attention reads before it [n, width], where that is
+        another."""
+        raise NotImplementedError
+
+    def _tables(self, num_positions: int) -> list[list[tuple[Tensor, Tensor]]]:
+        """Rotary tables as the kernels take them, for so many positions at least."""
+        raise NotImplementedError
 
     def join(self) -> AddedLayers:
         self.shape = replace(self.shape, draft_blocks=True)
@@ -71,6 +97,7 @@ class FusedRunner(HeadRunner[FeatureHeadNetwork]):
     ) -> Tensor:
         features = self.fuse(hidden)
         rows = rows_without_context(tokens, [place for span in spans for place in span], keep)
+        self._use_positions(rows)
         residual, beside = self._enter(rows, features_before(before, features, spans))
         self.kernel.keep(rows, 0, residual, beside)
         return features
@@ -87,40 +114,60 @@ class FusedRunner(HeadRunner[FeatureHeadNetwork]):
         parts = [(draft, draft.take(tokens, parents)) for draft, tokens, parents in work]
         computed = [(draft, row) for draft, taken in parts for row in taken]
         rows = pass_rows(parts, wanted=wanted)
+        self._use_positions(rows)
         read = torch.stack([draft.features[draft.parents[row]].to(self.dtype) for draft, row in computed])
         residual, beside = self._enter(rows, read)
-        normed = (_NORMED,) if isinstance(self.network, Eagle3Network) else ()
+        normed = (_NORMED,) if self.normed else ()
         own = rows if self.kernel.head is not None else replace(rows, logit_rows=[])
         logits, aux, left = self.kernel.forward_part(own, normed, (0,), residual, beside=beside)
         states = aux.get(_NORMED, left)
         if rows.logit_rows and not own.logit_rows:
             logits = self._target_head(states[rows.logit_rows])
-        for (draft, row), feature in zip(computed, states if self.network.config.norm_output else left, strict=True):
+        for (draft, row), feature in zip(computed, states if self.passes_normed else left, strict=True):
             draft.features[row] = feature
         return upcast_logits(logits)
 
+    def _use_positions(self, rows: PassRows) -> None:
+        """Rotary tables grow by doubling, since most texts are far shorter than what a model allows."""
+        needed = max(rows.positions) + 1
+        if needed > self._num_positions:
+            self._num_positions = max(_FIRST_POSITIONS, 2 * needed)
+            self.kernel.use_rotary(self._tables(self._num_positions))
+
+
+class FusedEagle(FusedRunner[FeatureHeadNetwork]):
+    """A published EAGLE head."""
+
+    @property
+    def normed(self) -> bool:
+        return isinstance(self.network, Eagle3Network)
+
+    @property
+    def passes_normed(self) -> bool:
+        return self.network.config.norm_output
+
+    def _take(self, library: KernelLibrary) -> DecoderKernel:
+        return _kernel(self.network, self._target, library)
+
+    def _others(self) -> Iterable[nn.Module]:
+        return (module for name, module in self.network.named_children() if name not in _PACKED)
+
     def _enter(self, rows: PassRows, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns what the layer adds to [n, width], and what its attention reads before it [n, width], where that is
-        another."""
-        self._use_positions(max(rows.positions) + 1)
         embeddings, features = self.embed(rows.tokens), features.to(self.dtype)
         if isinstance(self.network, Eagle3Network):
             return features, embeddings
         return self.network.enter(embeddings, features).residual, None
 
-    def _use_positions(self, needed: int) -> None:
-        """Rotary tables grow by doubling, since most texts are far shorter than what a model allows."""
-        if needed > self._num_positions:
-            self._num_positions = max(_FIRST_POSITIONS, 2 * needed)
-            cosines, sines = self._where(range(self._num_positions))
-            half = cosines.shape[-1] // 2  # every number stands for a pair
-            self.kernel.use_rotary([[(cosines[:, :half], sines[:, :half])]])
+    def _tables(self, num_positions: int) -> list[list[tuple[Tensor, Tensor]]]:
+        cosines, sines = self._where(range(num_positions))
+        half = cosines.shape[-1] // 2  # every number stands for a pair
+        return [[(cosines[:, :half], sines[:, :half])]]
 
 
 def open_head(head: PublishedHead, target: Target) -> HeadRunner[FeatureHeadNetwork]:
     """A head that drafts token by token, in our kernels if these compute the target's passes and know the head."""
     fused = kernel_library() is not None and target.fused and _is_known(head)
-    return (FusedRunner if fused else HeadRunner).of(head, target)
+    return (FusedEagle if fused else HeadRunner).of(head, target)
 
 
 def _is_known(head: PublishedHead) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,18 @@ from outrider.cache.memory import AddedShape
 from outrider.errors import ModelLoadError
 from outrider.heads.features import BesideNetwork
 from outrider.heads.formats.mtp import MtpConfig, MtpTensors, read_mtp, read_mtp_config
+from outrider.heads.fused_head import FusedRunner
 from outrider.heads.lone import LoneDecoder, empty_lone, kept_widths, load_lone_decoder
 from outrider.heads.runner import HeadRunner
-from outrider.kernels.library import kernel_library
+from outrider.kernels.decoder import DecoderKernel, PassRows
+from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.weights import keep_quantised, round_rows
+from outrider.loading import hf_modules
 from outrider.loading.gguf.header import is_gguf
 from outrider.loading.gguf.prediction import PredictionLayers
+from outrider.model.fused import RotaryTables
+from outrider.model.layer_builder import decoder_layer, decoder_shape, described, norm_of
+from outrider.model.matrices import Matrices
 from outrider.model.target import Target
 
 
@@ -57,6 +64,56 @@ class MtpNetwork(BesideNetwork):
         return [layer for layer in self.layers if isinstance(layer, MtpLayer)]
 
 
+class FusedMtp(FusedRunner[MtpNetwork]):
+    """One layer in a pass of our kernels, where these know the target's type."""
+
+    normed = passes_normed = True
+
+    def _take(self, library: KernelLibrary) -> DecoderKernel:
+        stack, matrices = self._layer.decoder.stack, Matrices(library)
+        config, family = described(stack)
+        self._rotary_tables = RotaryTables(stack, family)
+        (spec,), (layer,) = hf_modules.layer_specs(config), hf_modules.decoder_layers(stack)
+        number = self._rotary_tables.number(spec.type_name)
+        packed = replace(decoder_layer(layer, spec.reach, number, config, family, matrices), unseen=1)
+        matrices.empty()
+        return DecoderKernel(
+            library,
+            decoder_shape(config, family, None, [packed]),
+            [packed],
+            embedding=None,
+            positions=None,
+            final_norm=norm_of(stack.norm, family),
+            head=None,
+            kv_dtype=self._target.dtype,
+        )
+
+    @property
+    def _layer(self) -> MtpLayer:
+        (layer,) = self.network.levels
+        return layer
+
+    def _others(self) -> Iterable[nn.Module]:
+        return (module for name, module in self._layer.named_children() if name != "decoder")
+
+    def _enter(self, rows: PassRows, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._layer.enter(self.embed(rows.tokens), features.to(self.dtype)), None
+
+    def _tables(self, num_positions: int) -> list[list[tuple[Tensor, Tensor]]]:
+        return self._rotary_tables.build(num_positions)
+
+
+def _is_fused(layers: Sequence[MtpLayer], config: MtpConfig, target: Target) -> bool:
+    """Whether our kernels compute such a layer as they compute the target's."""
+    if not target.fused or len(layers) > 1 or config.window is not None:
+        return False
+    try:
+        _, family = described(layers[0].decoder.stack)
+    except ValueError:
+        return False
+    return family.positions is None and family.source is None
+
+
 def open_mtp(target: Target, folder: str | None = None) -> HeadRunner[MtpNetwork]:
     """The layers of a target beside it, from a folder or a GGUF file that holds them; None for the target's own."""
     folder = target.folder() if folder is None else folder
@@ -69,11 +126,14 @@ def open_mtp(target: Target, folder: str | None = None) -> HeadRunner[MtpNetwork
     if target.rounds_rows:  # of blocks alone
         for layer in layers:
             round_rows(layer, layer.decoder.expert_stacks())
+    network, aux_layers, shape = MtpNetwork(layers), (target.num_layers,), mtp_shape(config)
+    if _is_fused(layers, config, target):
+        return FusedMtp(network, target, aux_layers, shape)
     library = kernel_library()
     if library is not None:
         for layer in layers:
             layer.decoder.use_packed_experts(library)
-    return HeadRunner(MtpNetwork(layers), target, (target.num_layers,), mtp_shape(config), window=config.window)
+    return HeadRunner(network, target, aux_layers, shape, window=config.window)
 
 
 def mtp_shape(config: MtpConfig) -> AddedShape:
