@@ -23,13 +23,14 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5
 from outrider import LLM, DraftModel, Mtp, SamplingParams, SpeculationConfig
 from outrider.config import default_model
 from outrider.lab.train.settings import fast_precision
+from outrider.lab.train.trainer import Muon
 from outrider.propose.own_layers import EarlyExit
 
 #: The layers of the embedded target whose norms and feed-forward parts the layers of the hybrid and of `Ahead` begin with.
 BEGIN, LAST = (0, 2, 4, 6), 7
 LENGTH, LR = 256, 4e-3
-#: Whether products are faster in bf16 than in float32 on this machine. Where they are not, they are ten times slower.
-FASTER_IN_BF16 = fast_precision() == "bf16"
+#: Products in bf16 take ten times as long as in float32 where a processor has none.
+PRECISION = fast_precision()
 
 
 def config_of(target, layer_types: list[str]) -> Qwen3_5TextConfig:
@@ -124,7 +125,7 @@ def train(folder: pathlib.Path, minutes: float, batch: int) -> None:
     matrices = [p for n, p in named if p.dim() == 2 and "embed" not in n]
     others = [p for n, p in named if p.dim() != 2 or "embed" in n]
     optimisers = [
-        torch.optim.Muon(matrices, lr=LR, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=LR, weight_decay=0.05, precision=PRECISION),
         torch.optim.AdamW(others, lr=LR / 4, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
     generator = torch.Generator().manual_seed(1)
@@ -132,7 +133,7 @@ def train(folder: pathlib.Path, minutes: float, batch: int) -> None:
     held = data[True][: 16 * LENGTH + 1]
 
     def held_out() -> str:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=FASTER_IN_BF16):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=PRECISION == "bf16"):
             loss, gap = losses(model, ahead, held[:-1].view(16, LENGTH), held[1:].view(16, LENGTH))
         return f"held-out {loss.item():.3f} nats a token, {gap.item():.3f} from there to the layer's"
 
@@ -142,7 +143,7 @@ def train(folder: pathlib.Path, minutes: float, batch: int) -> None:
         for optimiser, rate in zip(optimisers, (LR, LR / 4), strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = rate * min(1, (step + 1) / 20) * (1 if done < 0.5 else max(0.02, 2 * (1 - done)))
-        with torch.autocast("cpu", torch.bfloat16, enabled=FASTER_IN_BF16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=PRECISION == "bf16"):
             loss, gap = losses(model, ahead, rows[:, :-1], rows[:, 1:])
         (loss + gap).backward()
         torch.nn.utils.clip_grad_norm_([*model.parameters(), *ahead.parameters()], 1.0)

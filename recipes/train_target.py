@@ -22,10 +22,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.lab.train.settings import fast_precision
+from outrider.lab.train.trainer import Muon
 
 VOCAB = 4096
-#: Whether products are faster in bf16 than in float32 on this machine. Where they are not, they are ten times slower.
-FASTER_IN_BF16 = fast_precision() == "bf16"
+#: Products in bf16 take ten times as long as in float32 where a processor has none.
+PRECISION = fast_precision()
 
 
 def corpus(folder: pathlib.Path) -> None:
@@ -85,7 +86,7 @@ def train(args: argparse.Namespace) -> None:
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
     optimisers = [
-        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=args.lr, weight_decay=0.05, precision=PRECISION),
         torch.optim.AdamW(others, lr=args.lr, weight_decay=0.0, betas=(0.9, 0.95), fused=True),
     ]
     generator = torch.Generator().manual_seed(1)
@@ -94,7 +95,7 @@ def train(args: argparse.Namespace) -> None:
 
     def held_out() -> float:
         x, y = (data["held"][i : i + 64 * 512].view(-1, 512).to(device) for i in (0, 1))
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=FASTER_IN_BF16):
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=PRECISION == "bf16"):
             return sum(loss_of(model, x[i : i + 8], y[i : i + 8]).item() for i in range(0, 64, 8)) / 8
 
     while (done := (time.time() - start) / (60 * args.minutes)) < 1:
@@ -109,7 +110,7 @@ def train(args: argparse.Namespace) -> None:
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = args.lr * min(1, (step + 1) / 60) * (1 if done < 0.5 else max(0.02, 2 * (1 - done)))
-        with torch.autocast(device.type, torch.bfloat16, enabled=FASTER_IN_BF16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=PRECISION == "bf16"):
             loss = loss_of(model, x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

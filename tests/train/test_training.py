@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -638,3 +639,28 @@ def test_a_comparison_of_sizes_goes_on_where_it_was_broken_off(job: Job) -> None
     assert both[SHAPE] == first[SHAPE]
     with pytest.raises(ContradictionError, match="steps"):
         compared(replace(job, settings=job.settings.replace(steps=5)), SHAPE)
+
+
+def _after_steps(optimiser: Callable[[list[torch.nn.Parameter]], Any]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    matrices = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((12, 5), (5, 12), (7, 7))]
+    stepped = optimiser(matrices)
+    for _ in range(3):
+        for matrix in matrices:
+            matrix.grad = torch.randn(matrix.shape, generator=generator)
+        stepped.step()
+    return [matrix.detach() for matrix in matrices]
+
+
+def test_muon_takes_the_steps_of_pytorch() -> None:
+    """To the bit in bf16, and in float32 within the rounding of that."""
+    how: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    want = _after_steps(lambda all_: torch.optim.Muon(all_, momentum=0.95, adjust_lr_fn="match_rms_adamw", **how))
+    rounded, whole = (
+        _after_steps(lambda all_, precision=each: trainer.Muon(all_, precision=precision, **how))
+        for each in ("bf16", "fp32")
+    )
+    begin = _after_steps(lambda all_: trainer.Muon(all_, lr=0.0, weight_decay=0.0, precision="fp32"))
+    for number, matrix in enumerate(want):
+        assert torch.equal(rounded[number], matrix)
+        assert (whole[number] - matrix).norm() < 0.02 * (matrix - begin[number]).norm()
