@@ -14,7 +14,7 @@ from outrider import LLM, Eagle1, Eagle3, Ngram, SamplingParams, SpeculationConf
 from outrider.engine.drafting import asking, drafting
 from outrider.engine.drafting.asking import StepDraft
 from outrider.engine.drafting.planning import as_requested
-from outrider.heads.fused_head import FusedRunner
+from outrider.heads.fused_head import FusedEagle, FusedRunner
 from outrider.heads.runner import HeadRunner
 from outrider.lab.prove.own_model import CacheAudit
 from outrider.lab.prove.tiny import raise_engine_norms
@@ -317,7 +317,7 @@ def _slot_zero_is_seen_by_kernels(stock: Callable[..., Any]) -> Callable[..., An
 
 def test_our_kernels_compute_a_head_where_they_compute_the_target(made: Made) -> None:
     for backend, name, kind in (
-        ("fused", "safeailab", FusedRunner),
+        ("fused", "safeailab", FusedEagle),
         ("paged", "safeailab", HeadRunner),
         ("fused", UNKNOWN, HeadRunner),
     ):

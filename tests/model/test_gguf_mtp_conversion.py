@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from outrider import LLM, Mtp
 from outrider.cli.app import app
 from outrider.errors import ContradictionError, ModelError, UnsupportedModelError
-from outrider.heads.runner import HeadRunner
 from outrider.lab.convert.gguf import write_gguf
 from outrider.lab.prove.tiny_heads import save_random_mtp
 from outrider.loading.gguf.header import read_gguf
@@ -20,7 +19,7 @@ from tests.model import checkpoints
 from tests.model.core import core
 from tests.model.test_feature_heads import faults
 from tests.model.test_gguf_mtp import FAMILIES, GREEDY, PROMPT, QWEN, Family, made, written
-from tests.model.test_mtp import way
+from tests.model.test_mtp import watch_logits, way
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.by_change(
@@ -33,18 +32,10 @@ families = pytest.mark.parametrize(
 
 def proposed(model: str, monkeypatch: pytest.MonkeyPatch, mtp: str | None = None, **how: Any) -> list[torch.Tensor]:
     """Logits of all draft tokens of a text, which is what plain decoding writes."""
-    rows: list[torch.Tensor] = []
-    stock = HeadRunner.compute
-
-    def compute(self: Any, *args: Any, **more: Any) -> torch.Tensor:
-        found = stock(self, *args, **more)
-        rows.append(found.clone())
-        return found
-
     llm = LLM(model, speculation="none", **how)
     want = llm.generate([PROMPT], GREEDY)[0].token_ids
     with monkeypatch.context() as patch:
-        patch.setattr(HeadRunner, "compute", compute)
+        rows = watch_logits(patch)
         drafting = way(num_draft_tokens=4).replace(method=Mtp(model=mtp))
         output = llm.generate([PROMPT], GREEDY, speculation=drafting)[0]
     assert faults([output]) == 0

@@ -42,16 +42,18 @@ def features_of_samples() -> None:
 
 
 def mtp_makes_the_drafts() -> None:
-    """Every row of every draft of layers that a checkpoint carries is what the reference says."""
-    path, reference = _made_mtp()
-    with pytest.MonkeyPatch.context() as patch:
-        watch = test_feature_heads.Watch(reference, patch)
-        outputs = test_mtp.load(path).generate(
-            test_feature_heads.PROMPTS[:2], SamplingParams(temperature=0, max_tokens=6), speculation=test_mtp.way()
-        )
-    assert test_feature_heads.faults(outputs) == 0
-    assert watch.num_rows > 5
-    assert watch.worst <= 10 * test_feature_heads.BOUND
+    """Every row of every draft of layers that a checkpoint carries is what the reference says, whether our kernels compute
+    the layer or its module does."""
+    for family in (test_mtp.QWEN_3_5, test_mtp.LLAMA):
+        path, reference = _made_mtp(family)
+        with pytest.MonkeyPatch.context() as patch:
+            watch = test_feature_heads.Watch(reference, patch)
+            outputs = test_mtp.load(path).generate(
+                test_feature_heads.PROMPTS[:2], SamplingParams(temperature=0, max_tokens=6), speculation=test_mtp.way()
+            )
+        assert test_feature_heads.faults(outputs) == 0
+        assert watch.num_rows > 5
+        assert watch.worst <= 10 * test_feature_heads.BOUND
 
 
 def heads_in_a_stage() -> None:
@@ -71,10 +73,9 @@ def _made_pair() -> test_staged_heads.Pair:
 
 
 @cache
-def _made_mtp() -> tuple[str, MtpReference]:
-    family = test_mtp.Family("qwen3_5_text", "qwen3_next")
+def _made_mtp(family: test_mtp.Family) -> tuple[str, MtpReference]:
     path = test_mtp.made(family, Path(tempfile.mkdtemp()))
-    return path, MtpReference(path, family.layout, 1, test_feature_heads.Oracle(path).model)
+    return path, MtpReference(path, family.layout, family.num_layers, test_feature_heads.Oracle(path).model)
 
 
 @cache

@@ -77,8 +77,8 @@ FEATURE_MUTANTS = (
     _mutant(
         "layers of the checkpoint read what lies before the final norm",
         "heads/mtp.py",
-        "target, (target.num_layers,), mtp_shape",
-        "target, (target.num_layers - 1,), mtp_shape",
+        "MtpNetwork(layers), (target.num_layers,)",
+        "MtpNetwork(layers), (target.num_layers - 1,)",
         "mtp_makes_the_drafts",
     ),
     _mutant(

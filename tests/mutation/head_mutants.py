@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.mutation.mutants import Mutant
 
 
-def _mutant(name: str, path: str, old: str, new: str) -> Mutant:
-    return Mutant(name, 0, path, old, new, "kernels_features")
+def _mutant(name: str, path: str, old: str, new: str, killer: str = "kernels_features") -> Mutant:
+    return Mutant(name, 0, path, old, new, killer)
 
 
 _DECODER, _ATTENTION = "kernels/native/decoder.inc", "kernels/native/attention.inc"
-_HEAD, _ROWS = "heads/fused_head.py", "heads/rows.py"
+_HEAD, _ROWS, _MTP = "heads/fused_head.py", "heads/rows.py", "heads/mtp.py"
 HEAD_MUTANTS = (
     _mutant("all rows have the embedding of the first", _DECODER, "beside_in + r * hidden", "beside_in"),
     _mutant(
@@ -30,9 +30,7 @@ HEAD_MUTANTS = (
         "normed_residual=config.norm_before_residual",
         "normed_residual=False",
     ),
-    _mutant(
-        "the next token reads what was not normed", _HEAD, "states if self.network.config.norm_output else left", "left"
-    ),
+    _mutant("the next token reads what was not normed", _HEAD, "states if self.passes_normed else left", "left"),
     _mutant(
         "a text is read beside its own features",
         _HEAD,
@@ -80,5 +78,26 @@ HEAD_MUTANTS = (
         _ROWS,
         "table_at=_begins(len(draft.block_table) for draft in drafts)",
         "table_at=[0] * len(parts)",
+    ),
+    _mutant(
+        "a layer of a checkpoint hands on what lies before its norm",
+        _MTP,
+        "normed = passes_normed = True",
+        "normed, passes_normed = True, False",
+        "mtp_makes_the_drafts",
+    ),
+    _mutant(
+        "the output layer reads what lies before the norm of a layer of a checkpoint",
+        _MTP,
+        "normed = passes_normed = True",
+        "normed, passes_normed = False, True",
+        "mtp_makes_the_drafts",
+    ),
+    _mutant(
+        "a layer of a checkpoint sees the first token, which has nothing to read",
+        _MTP,
+        "unseen=1",
+        "unseen=0",
+        "mtp_makes_the_drafts",
     ),
 )

@@ -257,6 +257,7 @@ def use_kernels(network: nn.Module, target: Target) -> torch.dtype:
         return target.dtype
     real = torch.float64 if target.dtype == torch.float64 else torch.float32  # what the kernels multiply and add in
     for module in network.modules():
-        if isinstance(module, nn.RMSNorm):
-            module.to(real)
+        if not isinstance(module, nn.Embedding):
+            for left in module.parameters(recurse=False):  # norms and gates of experts
+                left.data = left.data.to(real)
     return real
