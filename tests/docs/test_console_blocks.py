@@ -76,8 +76,16 @@ def test_every_reason_belongs_to_a_command() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", RUN, ids=str)
-def test_it_runs(command: Command, folder: Path, request: Any) -> None:
+@pytest.mark.parametrize("page", dict.fromkeys(command.page for command in RUN))
+def test_its_commands_run(page: str, folder: Path, request: Any) -> None:
+    """In their order, since a command may read what one before it wrote."""
+    for command in RUN:
+        if command.page == page:
+            runs(command, folder, request)
+
+
+def runs(command: Command, folder: Path, request: Any) -> None:
+    """A command line ends well and writes something."""
     line = command.line
     if ".gguf" in line:
         request.getfixturevalue("gguf_files")
@@ -91,9 +99,10 @@ def test_it_runs(command: Command, folder: Path, request: Any) -> None:
         line = line.replace(ADDRESS, server.url).replace("curl ", "curl --fail ")
     environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode in ((0, 1) if command.words[1] in ADVISING else (0,)), done.stdout + done.stderr
-    assert done.stdout
-    assert "Traceback" not in done.stderr
+    told = f"{command}: {done.stdout + done.stderr}"
+    assert done.returncode in ((0, 1) if command.words[1] in ADVISING else (0,)), told
+    assert done.stdout, told
+    assert "Traceback" not in done.stderr, told
 
 
 def serves(command: Command, folder: Path) -> None:
