@@ -39,7 +39,8 @@ class RequestStats:
         drafted_by_stage: Tokens that the drafter of a stage guessed for these passes.
         accepted_by_stage: Of these, the tokens that entered the draft of the stage.
         num_proposer_faults: Rounds in which a proposer misbehaved and its draft was cut or dropped.
-        num_cached_tokens: Prompt tokens whose KV came from the prefix cache.
+        num_cached_tokens: Prompt tokens whose KV the prefix cache had when the sequence began. What it takes from there
+            after a preemption does not count.
         num_preemptions: How often a sequence lost its KV and was recomputed.
     """
 

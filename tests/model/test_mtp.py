@@ -23,6 +23,7 @@ from outrider.propose import eagle
 from tests.model import checkpoints
 from tests.model.core import DRAFTING, core
 from tests.model.mtp_reference import MtpReference
+from tests.model.preempted import found_again
 from tests.model.test_feature_heads import BOUND, GREEDY, PROMPTS, SEEDED, Watch, faults, proposer_of, texts
 from tests.model.test_target import Oracle
 
@@ -112,6 +113,7 @@ def test_every_draft_is_what_the_reference_says(
     """After rejected drafts, prefix hits, preemptions and forks."""
     path = made(family, tmp_path)
     watch, llm = watched(family, path, monkeypatch), load(path, kv_cache_tokens=72, max_num_batched_tokens=48)
+    found = found_again(monkeypatch)
     params = [each.replace(max_tokens=10) for each in (GREEDY, SEEDED.replace(temperature=0, n=2), SEEDED) * 2]
     outputs = llm.generate([*PROMPTS, *PROMPTS], params, speculation=way(**shape))
     stats = llm.stats.finished
@@ -120,7 +122,7 @@ def test_every_draft_is_what_the_reference_says(
     assert watch.worst <= (10 * BOUND if family is QWEN else BOUND)
     assert watch.num_rows > 50
     assert stats.num_preemptions > 0
-    assert stats.num_cached_tokens > 0
+    assert sum(found) > 0
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     assert texts(outputs) == texts(llm.generate([*PROMPTS, *PROMPTS], params, speculation="none"))
     llm.engine.check_integrity()

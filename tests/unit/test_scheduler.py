@@ -424,6 +424,17 @@ def test_the_newest_is_preempted_and_recomputed_later() -> None:
     assert rows(step(s))[new.seq_id] == written, "prompt and output are computed again"
 
 
+def test_what_a_preempted_sequence_finds_of_itself_is_no_prompt_from_the_cache() -> None:
+    s = scheduler(blocks=8)
+    old, new = running(s, 3), running(s, 20)
+    new.state.publish(new.token_ids)
+    while new.status is Status.RUNNING:
+        step(s)
+    s.remove(old)
+    assert rows(step(s))[new.seq_id] < 20, "the cache has some of it"
+    assert (new.stats.num_preemptions, new.stats.num_cached_tokens) == (1, 0)
+
+
 def test_a_preempted_sequence_is_first_in_line() -> None:
     s = scheduler(blocks=3, caching=False, seqs=2)
     old, new = running(s, 3), running(s, 3)

@@ -243,7 +243,8 @@ class Scheduler:
         """Let a waiting sequence run that has a seat and was opened."""
         self.waiting.remove(seq)
         seq.status = Status.RUNNING
-        seq.stats.num_cached_tokens = max(seq.stats.num_cached_tokens, seq.state.num_computed)
+        if seq.stats.num_preemptions == 0:  # later the cache may have what the text itself has computed
+            seq.stats.num_cached_tokens = seq.state.num_computed
         self.running.append(seq)
         self._run(plan, seq, most)
 

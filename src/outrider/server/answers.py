@@ -419,7 +419,7 @@ def usage(num_prompt_tokens: int, outputs: Iterable[CompletionOutput], *, predic
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": min(stats.num_cached_tokens, num_prompt_tokens)},
+        "prompt_tokens_details": {"cached_tokens": stats.num_cached_tokens},
     }
     if predicted:  # and what a structure forces is predicted by nobody
         drafted = stats.num_draft_tokens - stats.drafted_by_method.get(FORCED, 0)

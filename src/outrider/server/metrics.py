@@ -219,7 +219,7 @@ class _EngineCollector(Collector):
         yield self._total("outrider:target_passes", "Passes of the target.", {(): state.num_steps})
         yield self._total("outrider:target_rows", "Rows of these passes.", {(): state.num_rows})
         cached = sum(stats.num_cached_tokens for stats in state.by_method.values())
-        text = "Tokens that texts which have ended took from the prefix cache."
+        text = "Prompt tokens that texts which have ended took from the prefix cache when they began."
         yield self._total("vllm:prefix_cache_hits", text, {(): cached})
         phases = {(phase,): seconds for phase, seconds in state.seconds.items()}
         yield self._total(
