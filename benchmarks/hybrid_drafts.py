@@ -3,13 +3,17 @@
     python recipes/train_hybrid.py FOLDER --minutes 24
     OMP_NUM_THREADS=2 python -m benchmarks.hybrid_drafts FOLDER --out FILE      about 4 minutes on two cores
     OMP_NUM_THREADS=2 python -m benchmarks.hybrid_drafts FOLDER --file          the copy as a file of llama.cpp (Q4_0)
+    OMP_NUM_THREADS=2 python -m benchmarks.hybrid_drafts FOLDER --file --deep 4     with four times as many layers
 
 The copy computes what the trained model computes and reads many times the weights (outrider.widen), so that a
 pass waits for memory, as one of a larger model does. Its own layer that predicts several tokens, the embedded draft model
 and the engine's choice (`auto`) between both take turns with plain decoding at temperature 1, one text at a time. Passes
 are timed in every round, too, in the middle of such a text. A file of the copy carries the layer. It has no draft model,
-and llama.cpp writes the same prompts with the same file in the same rounds, if the extra `llama-cpp` is installed. The
-figures are medians of rounds with their ranges:
+and llama.cpp writes the same prompts with the same file in the same rounds, if the extra `llama-cpp` is installed.
+
+The trained model has four layers, so the layer that predicts costs a quarter of a pass, and one of a published model costs
+far less. A deep copy has more layers, which change nothing: it writes the same texts, and its passes cost what such layers
+cost. The figures are medians of rounds with their ranges:
 
 - tokens: what a pass of the target yields (tau).
 - propose: the time of a draft over T(1), that of a plain pass. The first draft of a text is left out.
@@ -23,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -34,6 +39,7 @@ import torch
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file, save_file
 
 from benchmarks.governor import lower_bound
 from benchmarks.heads import Clock
@@ -49,6 +55,7 @@ from outrider.lab.measure.tasks import built_in
 from outrider.lab.measure.writing import EncodedTask, encoded_tasks, write
 from outrider.lab.peers.base import Peer, PeerModels
 from outrider.lab.peers.llama_cpp import LlamaCppPeer
+from outrider.loading.sources import WHOLE
 from outrider.model.memory import PassTimer
 from outrider.widen import wide_copy
 
@@ -152,15 +159,34 @@ class Stage:
         return figures | {"propose": found["propose"] / one, "C": many / one, "of_expected": figures["gain"] / expected}
 
 
-def measure(folder: str, rounds: int, max_tokens: int, *, of_file: bool) -> dict[str, Any]:
+def deepened(folder: str, out: Path, times: int) -> str:
+    """Write a checkpoint with so many times as many layers. The added ones are copies of the others, but add nothing."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text("utf-8"))
+    count, config["layer_types"] = config["num_hidden_layers"], config["layer_types"] * times
+    config["num_hidden_layers"] = count * times
+    (out / "config.json").write_text(json.dumps(config), "utf-8")
+    tensors = load_file(out / WHOLE)
+    for name, weight in list(tensors.items()):
+        if name.startswith("model.layers."):
+            number, _, rest = name.removeprefix("model.layers.").partition(".")
+            adds = rest.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight"))
+            for turn in range(1, times):
+                tensors[f"model.layers.{int(number) + count * turn}.{rest}"] = weight * 0 if adds else weight.clone()
+    save_file(tensors, out / WHOLE, {"format": "pt"})
+    return str(out)
+
+
+def measure(folder: str, rounds: int, max_tokens: int, *, of_file: bool, times: int) -> dict[str, Any]:
     """All figures of a trained checkpoint."""
     copy = wide_copy(folder, "bfloat16")
     tasks = encoded_tasks(copy, _LENGTH, {_WORKLOAD: built_in(_WORKLOAD)}, max_tokens)[_WORKLOAD]
     how: dict[str, Any] = {"speculation": "none", "prefix_caching": False, "max_num_seqs": 1, "max_model_len": _LENGTH}
     with ExitStack() as stack:
-        peer = None
+        peer, scratch = None, Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if times > 1:
+            copy = deepened(copy, scratch / "deep", times)
         if of_file:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             copy = write_gguf(copy, scratch / "copy.gguf", "int4", placeholders(), "all")
             if LlamaCppPeer.missing() is None:
                 models = PeerModels(copy, None, "int4", torch.get_num_threads(), scratch)
@@ -216,11 +242,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Drafts for a wide copy of a trained model with running states.")
     parser.add_argument("folder", help="of a checkpoint by recipes/train_hybrid.py")
     parser.add_argument("--file", action="store_true", help="write the copy as a file first")
+    parser.add_argument("--deep", type=int, default=1, help="how many times as many layers the copy has")
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, help="where the figures go as JSON")
     arguments = parser.parse_args()
-    found = measure(arguments.folder, arguments.rounds, arguments.max_tokens, of_file=arguments.file)
+    found = measure(arguments.folder, arguments.rounds, arguments.max_tokens, of_file=arguments.file, times=arguments.deep)
     Console(width=140).print(shown(found))
     megabytes, share = found["weight_bytes"] / 1e6, found["share_of_bandwidth"]
     print(f"{megabytes:.0f} MB, T(1) {found['row_ms']:.1f} ms, {share:.0%} of the bandwidth")
