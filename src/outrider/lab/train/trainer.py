@@ -261,7 +261,8 @@ class Muon(torch.optim.Optimizer):
     networks"), as large as AdamW's would be (Liu et al. 2025, arXiv 2502.16982).
 
     Its steps are those of `torch.optim.Muon`, which multiplies in bfloat16 wherever it runs. Where a processor has no such
-    products, that takes forty times as long as in float32.
+    products, those are far slower than products in float32: a step of a model with 11 million parameters took 65
+    seconds and not 1.3 on one core with AVX2.
     """
 
     def __init__(self, matrices: Sequence[nn.Parameter], lr: float, weight_decay: float, precision: Precision) -> None:
