@@ -168,8 +168,9 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     if isinstance(given, str):
         try:
             found = json.loads(given)
-        except (ValueError, RecursionError):
-            raise InvalidPromptError(where, given, "the arguments are no JSON", "Give a JSON object as text.") from None
+        except (ValueError, RecursionError) as error:
+            problem = "nested too deeply" if isinstance(error, RecursionError) else "no JSON"
+            raise InvalidPromptError(where, given, f"the arguments are {problem}", "Give a JSON object as text.") from None
     if not isinstance(found, Mapping):
         raise InvalidPromptError(where, given, "the arguments are JSON, but no object", "Give a JSON object as text.")
     return dict(found)

@@ -103,24 +103,34 @@ class PromptEncoder:
         conversation = read_conversation(messages, template_of(self.tokenizer, tools=bool(tools)))
         described = read_tools(tools)
         sizes = {"messages": conversation, "tools": described, "chat_template_kwargs": settings}
-        found = {name: _num_characters(given) for name, given in sizes.items()}
-        self._check_length(max(found, key=lambda name: found[name]), sum(found.values()))
-        try:
+        found = {name: num_characters(given) for name, given in sizes.items()}
+        largest = max(found, key=lambda name: found[name])
+        self._check_length(largest, sum(found.values()))
+
+        def encode(tools: Any) -> tuple[int, ...]:
             try:
-                return None, self._encode_conversation(conversation, messages, described, settings)
+                return self._encode_conversation(conversation, messages, tools, settings, largest)
             except TypeError:  # the template joins arguments of calls with text
-                return None, self._encode_conversation(with_written_arguments(conversation), messages, described, settings)
+                written = with_written_arguments(conversation)
+                return self._encode_conversation(written, messages, tools, settings, largest)
+
+        try:
+            return None, encode(described)
         except InvalidPromptError:
             raise
         except Exception as error:
+            field, value, remedy = "messages", conversation, "Use role and content in each."
+            with suppress(Exception):  # which a conversation without tools may do as well
+                if described and encode(None):
+                    field, value, remedy = "tools", described, "Use fewer tools, and schemas that are not nested so deeply."
             whose = "the embedded model" if self._model is None else self._model
             problem = f"the chat template of {whose} refuses them ({error})"
-            raise InvalidPromptError("messages", conversation, problem, "Use role and content in each.") from error
+            raise InvalidPromptError(field, value, problem, remedy) from error
 
     def _encode_conversation(
-        self, conversation: list[dict[str, Any]], asked: Any, tools: Any, settings: Mapping[str, Any]
+        self, conversation: list[dict[str, Any]], asked: Any, tools: Any, settings: Mapping[str, Any], largest: str
     ) -> tuple[int, ...]:
-        """The tokens of a conversation that was read from `asked`."""
+        """The tokens of a conversation that was read from `asked`; `largest` is the field that has most of its text."""
         how: dict[str, Any] = {"tools": tools, "add_generation_prompt": True, **settings}
         if not renders_by_template(self.tokenizer):  # it has its own way to write one
             plain = {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
@@ -134,10 +144,10 @@ class PromptEncoder:
 
         check_developer(conversation, asked, write)
         text = write(conversation)
-        self._check_length("messages", len(text))
-        self._check_beginning("messages", text)
+        self._check_length(largest, len(text))
+        self._check_beginning(largest, text)
         with self._lock:
-            return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[misc]
+            return encode_text(self.tokenizer, text, field="messages", add_special_tokens=False)
 
     @cached_property
     def _longest_token(self) -> int:
@@ -188,7 +198,7 @@ class PromptEncoder:
         )
 
 
-def _num_characters(given: Any) -> int:
+def num_characters(given: Any) -> int:
     """Characters of all texts and numbers in a value, names included; objects of other kinds count as nothing."""
     found, left = 0, [given]
     while left:

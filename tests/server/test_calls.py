@@ -40,6 +40,7 @@ POINT = {
     "required": ["x"],
     "additionalProperties": False,
 }
+MEMBERS = {name: value for name, value in POINT.items() if name != "type"}  # what it says of objects
 TOOLS = [tool("move", POINT), tool("stop", {"type": "object", "properties": {}, "additionalProperties": False})]
 
 
@@ -136,8 +137,9 @@ def test_choices_that_there_are_not(server: Server, fields: Any, param: str) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("schema", [{"type": "no such type"}, {"type": "integer", "multipleOf": 10**9 + 7}])
-def test_a_schema_that_is_wrong_is_told_by_its_tool(server: Server, schema: Any, stream: bool) -> None:
+@pytest.mark.parametrize("kind", [{"type": "no such type"}, {"type": "integer", "multipleOf": 10**9 + 7}])
+def test_a_schema_that_is_wrong_is_told_by_its_tool(server: Server, kind: Any, stream: bool) -> None:
+    schema = {"type": "object", "properties": {"x": kind}, "required": ["x"]}
     body: Any = {"messages": [{"role": "user", "content": "x"}], "tools": [*TOOLS, tool("fly", schema)], "stream": stream}
     response = server.post("/v1/chat/completions", {**body, "tool_choice": "required"})
     assert response.status_code == 400, response.text
@@ -149,6 +151,57 @@ def test_a_schema_that_is_wrong_is_told_by_its_tool(server: Server, schema: Any,
     assert "%json" not in error["message"]
     named = {"type": "function", "function": {"name": "stop"}}
     assert server.post("/v1/chat/completions", {**body, "tool_choice": named, "max_tokens": 4}).status_code == 200
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "string"}, {"type": ["array", "null"]}, {"enum": ["a"]}, {"$ref": "#/$defs/x", "$defs": {"x": {"const": 1}}}],
+)
+def test_a_schema_that_no_object_fits_is_refused(server: Server, schema: Any, choice: str) -> None:
+    body: Any = {"messages": [{"role": "user", "content": "x"}], "tools": [*TOOLS, tool("fly", schema)], "max_tokens": 4}
+    response = server.post("/v1/chat/completions", {**body, "tool_choice": choice})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "tools.2.function.parameters"
+    assert "the arguments of a call are an object" in error["message"]
+    assert server.post("/v1/chat/completions", {**body, "tool_choice": "none"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["integer", "object"], **MEMBERS},
+        {"anyOf": [{"type": "integer"}, {"type": "object", **MEMBERS}]},
+        {"$ref": "#/$defs/x", "$defs": {"x": {"type": "object", **MEMBERS}}},
+        MEMBERS,
+    ],
+)
+def test_required_arguments_are_an_object_where_a_schema_allows_other_values_too(
+    client: openai.OpenAI, schema: Any
+) -> None:
+    for seed in range(3):
+        [(name, arguments)] = called(client, tools=[tool("f", schema)], tool_choice="required", parallel_tool_calls=False,
+                                     seed=seed)  # fmt: skip
+        assert (name, *arguments) == ("f", "x")
+
+
+def nested(depth: int) -> Any:
+    return {"type": "object", "properties": {"a": nested(depth - 1)} if depth else {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "param"),
+    [
+        ("x " * 20_000, TOOLS, "messages"),
+        ("x", [tool("f", nested(400))], "tools"),
+        ("x", [tool(f"fly_to_{number}", POINT) for number in range(1_000)], "tools"),
+    ],
+    ids=["long text", "deep schema", "many tools"],
+)
+def test_what_makes_a_prompt_too_large_is_told(server: Server, text: str, tools: Any, param: str) -> None:
+    response = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "tools": tools})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
 
 
 def test_signs_of_another_grammar_in_a_schema_are_text(client: openai.OpenAI) -> None:

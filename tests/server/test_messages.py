@@ -310,7 +310,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"messages": []}, "messages=[]: there is no message"),
         ({"messages": [*USER, {"role": "assistant", "content": "x"}]}, "messages.1.role="),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]}, "messages.0.content.1.type="),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text="),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text: the field is missing.",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0.type="),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role="),
         (
@@ -320,7 +323,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content="),
         ({"system": [IMAGE]}, "system.0.type="),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type="),
-        ({"tools": [{"name": "f"}]}, "tools.0.input_schema="),
+        ({"tools": [{"name": "f"}]}, "tools.0.input_schema: the field is missing"),
         ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.name="),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "fly"}}, "tool_choice.name="),
         ({"tool_choice": {"type": "any"}}, "tool_choice.type="),
@@ -328,7 +331,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
             {"tools": [*TOOLS, {"name": "f", "input_schema": {"type": "no such"}}], "tool_choice": {"type": "any"}},
             "tools.2.input_schema=",
         ),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no such"}}}}, "output_config.format="),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "no such"}}}},
+            "output_config.format.sch",
+        ),
         (
             {
                 "output_config": {"format": {"type": "json_schema", "schema": {}}},

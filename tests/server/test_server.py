@@ -204,6 +204,15 @@ def test_usage_counts_text_and_not_drafts(server: Server, llm: LLM) -> None:
     assert (plain["method"], plain["draft_tokens"], plain["target_passes"]) == ("none", 0, 24)
 
 
+def test_what_the_prefix_cache_had_of_a_prompt_counts_once_for_all_samples(server: Server) -> None:
+    fields = {"prompt": "# A sentence that nobody else has written.\n" * 6, "max_tokens": 2, "seed": 1}
+    found = [complete(server, n=n, **fields)["usage"] for n in (1, 3)]
+    first, again = (usage["prompt_tokens_details"]["cached_tokens"] for usage in found)
+    assert found[0]["prompt_tokens"] == found[1]["prompt_tokens"]
+    assert first == 0
+    assert found[0]["prompt_tokens"] / 2 < again < found[0]["prompt_tokens"]
+
+
 def test_a_stream_tells_its_usage_where_it_is_asked_to(server: Server) -> None:
     chunks = events(server, "/v1/completions", prompt="x", stream_options={"include_usage": True}, **GREEDY)
     assert all(chunk["usage"] is None for chunk in chunks[:-1])

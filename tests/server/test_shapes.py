@@ -32,7 +32,9 @@ from outrider.results import RequestStats
 from outrider.server.answers import CompletionLogprobs, chat_logprobs, usage
 from outrider.server.chat import blamed, conversation, encode, forced_calls
 from outrider.server.errors import ApiError, api_error
+from outrider.server.messages import MessagesRequest
 from outrider.server.requests import AllowedMethods, JobMaker, Prompt, field_names, sampling
+from outrider.server.responses import ResponsesRequest
 from outrider.server.schemas import IN_CHATS, IN_COMPLETIONS, ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
 from outrider.server.tool_forms import ToolForm, tool_form
@@ -387,6 +389,22 @@ def test_a_name_that_is_unknown_is_told_the_nearest_one_wherever_it_stands(
     error = refusal(ChatRequest, **fields)
     assert error.field == field
     assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "field", "text"),
+    [
+        (CompletionRequest, {"prompt": ["x", "\ud83d\ude00", "a\udc00"]}, "prompt.2", "a\udc00"),
+        (ChatRequest, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content", "\ud800"),
+        (MessagesRequest, {"system": [{"type": "text", "text": "\udfff"}], "messages": []}, "system.0.text", "\udfff"),
+        (ResponsesRequest, {"input": "x", "metadata": {"\ud800": 1}}, "metadata.\\ud800", "\ud800"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_told_where_it_stands(kind: Any, body: Any, field: str, text: str) -> None:
+    """JSON can write one alone, but a whole pair is a character."""
+    with pytest.raises(InvalidParameterError, match="not valid Unicode") as raised:
+        kind.read(json.dumps(body).encode())
+    assert (raised.value.field, raised.value.value) == (field, text)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_a_refused_schema_is_told_in_the_words_of_the_request(thinker: Thinker) 
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     found = thinker.server.post("/v1/chat/completions", {**body, "response_format": named})
     error = found.json()["error"]
-    assert (found.status_code, error["param"]) == (400, "response_format")
+    assert (found.status_code, error["param"]) == (400, "response_format.json_schema.schema")
     assert "nothing" in error["message"]
     assert "start:" not in error["message"]
     anthropic = {"format": {"type": "json_schema", "schema": schema}}

@@ -164,6 +164,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 #: Routes of other APIs, whose they are, and what this server has for the same purpose.
 _ELSEWHERE = {
+    "/v1/responses/input_tokens": ("OpenAI's API for the number of tokens", "/tokenize"),
+    "/v1/responses/compact": ("OpenAI's API for conversations that are made shorter", None),
     "/v1/responses": ("OpenAI's API for responses that are kept", "/v1/responses"),
     "/v1/conversations": ("OpenAI's API for conversations that are kept", "/v1/responses"),
     "/v1/messages/batches": ("Anthropic's API for batches", "/v1/messages"),

@@ -23,6 +23,7 @@ from outrider.server.thoughts import CHANNELS, ThoughtForm
 from outrider.server.tool_forms import FORMS, ToolForm, tells_thoughts, tool_form
 from outrider.server.tool_grammars import calls_grammar
 from outrider.server.tool_reader import BARE_NAME, MOST
+from outrider.server.tool_values import kinds_of
 from outrider.server.tools import ToolUse, special_marks
 
 #: Keywords of a schema that allow no property.
@@ -150,6 +151,7 @@ def tool_use(
     template = template_of(tokenizer, tools=True)
     form = parser or tool_form(template)
     _check_names(form, template, asked.tools or ())
+    _check_schemas(asked.tools or ())
     schemas = {tool.function.name: tool.function.parameters or {} for tool in asked.tools or ()}
     most = 1 if asked.parallel_tool_calls is False else None
     return ToolUse(form, schemas, special_marks(form, tokenizer), forces_calls(asked), most, template or "")
@@ -166,6 +168,15 @@ def _check_names(form: ToolForm, template: str, tools: Sequence[Tool]) -> None:
             raise UnsupportedParameterError(f"tools.{place}.function.name", name, problem, remedy)
 
 
+def _check_schemas(tools: Sequence[Tool]) -> None:
+    """Raise InvalidParameterError for a schema that no object fits: the arguments of a call are one in every form."""
+    for place, schema in enumerate(tool.function.parameters or {} for tool in tools):
+        if "object" not in (kinds_of(schema, schema) or {"object"}):
+            remedy = 'Use a schema like {"type": "object", "properties": {...}}.'
+            problem = "the arguments of a call are an object"
+            raise InvalidParameterError(f"tools.{place}.function.parameters", schema, problem, remedy)
+
+
 def forces_calls(asked: ChatRequest) -> bool:
     """Tells whether the answer has to be nothing but calls."""
     return wanted_tools(asked) and asked.tool_choice not in (None, "auto")
@@ -180,6 +191,10 @@ def forced_calls(asked: ChatRequest, tools: ToolUse | None) -> str | None:
     return calls_grammar(tools.form, schemas, several=several, special=tools.shown, template=tools.template)
 
 
+#: Where the schema of an answer stands in a request.
+_SCHEMA_OF_ANSWER = "response_format.json_schema.schema"
+
+
 def blamed(asked: ChatRequest, error: InputError, compile_structure: Compile) -> InputError:
     """Returns what a request is told where the grammar of its answer is refused, in the request's own words: of its calls,
     which tool it is about."""
@@ -188,8 +203,8 @@ def blamed(asked: ChatRequest, error: InputError, compile_structure: Compile) ->
         try:
             compile_structure(StructuredOutputs(json_schema=schema))
         except (InvalidParameterError, UnsupportedParameterError) as found:
-            return found
-        return type(error)(error.field, schema, error.problem, error.remedy)
+            error = found
+        return type(error)(_SCHEMA_OF_ANSWER, schema, error.problem, error.remedy)
     choices = _choices(asked)
     for name, (place, schema) in choices.items():
         try:
@@ -228,10 +243,12 @@ def _choices(asked: ChatRequest) -> dict[str, tuple[int, dict[str, Any]]]:
 
 def _arguments_of(tool: Tool) -> dict[str, Any]:
     """The schema of a function's arguments. One that names none takes none, or a model would write any object, without end;
-    `{"type": "object"}` alone is any object."""
+    `{"type": "object"}` alone is any object. One that allows other values beside objects allows objects here."""
     schema = tool.function.parameters or {"properties": {}}
+    if "$ref" not in schema and isinstance(schema.get("type"), list | None):
+        schema = {**schema, "type": "object"}
     if schema.get("properties") == {} and not schema.keys() - _SAY_NOTHING:
-        return {**schema, "type": "object", "additionalProperties": False}
+        return {**schema, "additionalProperties": False}
     return schema
 
 

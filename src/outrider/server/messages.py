@@ -223,6 +223,7 @@ def as_chat(asked: CountRequest, template: str) -> ChatRequest:
         problem = "the text cannot be a call and have a structure of its own"
         raise ContradictionError("tool_choice.type", choice.type, problem, "Leave one of them out.")
     named = {"stop": "stop_sequences", "response_format": "output_config.format"}
+    named |= {"response_format.json_schema.schema": "output_config.format.schema"}
     for place in range(len(asked.tools or ())):
         named |= {f"tools.{place}.function.{inner}": f"tools.{place}.{name}" for inner, name in _OF_TOOLS.items()}
     return ChatRequest.said_again(fields, shown_names(ignored), named)

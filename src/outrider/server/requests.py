@@ -12,7 +12,7 @@ from outrider.conversations import template_of
 from outrider.engine.admission import check_prompt_ids
 from outrider.errors import ContradictionError, InputError, InvalidParameterError, UnsupportedParameterError
 from outrider.params import SamplingParams, StructuredOutputs
-from outrider.prompts import PromptEncoder
+from outrider.prompts import PromptEncoder, num_characters
 from outrider.propose.ngram import Prediction
 from outrider.propose.settings import PLAIN, SpeculationConfig
 from outrider.propose.tree import MAX_ROWS
@@ -322,7 +322,9 @@ def field_names(asked: CommonRequest) -> dict[str, str]:
     if isinstance(asked, ChatRequest):
         if asked.tools and asked.tool_choice not in (None, "auto", "none"):
             found |= dict.fromkeys(("structured_outputs", "grammar"), "tools")
-        found["prompt"] = "messages"
+        tools = num_characters([tool.model_dump() for tool in asked.tools or ()])
+        messages = num_characters([message.model_dump() for message in asked.messages])
+        found["prompt"] = "messages" if messages >= tools else "tools"  # of a prompt that is too long
         found["logprobs"] = "top_logprobs"
         if asked.max_completion_tokens is not None:
             found["max_tokens"] = "max_completion_tokens"
@@ -414,7 +416,7 @@ def check_lists(asked: CommonRequest, settings: ServerSettings) -> None:
         if entries is not None and not isinstance(entries, str) and len(entries) > most:
             raise _too_large(name, len(entries), "entries", most, limit)
     for name in _TEXTS:
-        size = _num_characters(getattr(asked, name))
+        size = num_characters(getattr(asked, name))
         if size > settings.max_list_characters:
             raise _too_large(name, size, "characters in all", settings.max_list_characters, "max_list_characters")
 
@@ -443,10 +445,6 @@ def check_values(body: bytes, most: int) -> None:
     problem = f"the body holds more than {most:,} names and values. Send fewer of them; the length of texts does not count"
     problem = f"{problem}. {_more('max_body_values').removesuffix('.')}"
     raise ApiError(413, problem, code="body_too_large")
-
-
-def _num_characters(texts: str | Sequence[str] | None) -> int:
-    return sum(map(len, [texts] if isinstance(texts, str) else texts or ()))
 
 
 def _too_large(name: str, size: int, of_what: str, most: int, limit: str) -> InvalidParameterError:

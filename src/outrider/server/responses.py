@@ -125,9 +125,12 @@ class ResponseTool(FunctionTool):
 
     @model_validator(mode="after")
     def _holds_functions(self) -> Self:
-        if (self.type == "namespace") is not bool(self.tools):
-            problem = "a namespace has to have some, and a function has none"
-            raise InvalidParameterError("tools", None, problem, "Use a list of tools of the type function in a namespace.")
+        remedy = "Use a list of tools of the type function in a namespace."
+        if self.type == "namespace" and not self.tools:
+            raise InvalidParameterError("tools", self.tools, "a namespace has to have some", remedy)
+        if self.type == "function" and self.tools:
+            names = [tool.name for tool in self.tools]
+            raise InvalidParameterError("tools", names, "a function has none", remedy)
         return self
 
 
@@ -207,7 +210,7 @@ class ResponsesRequest(Shape):
 #: What parts of a request are called in chats, for errors.
 _NAMED = {
     "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema.schema": "text.format.schema", "reasoning_effort": "reasoning.effort",
 }  # fmt: skip
 
 
@@ -267,10 +270,12 @@ def _conversation(asked: ResponsesRequest, names: dict[str, str]) -> list[dict[s
             call = f"messages.{len(found) - 1}.tool_calls.{len(found[-1]['tool_calls']) - 1}"
             names[f"{call}.function.arguments"] = f"input.{place}.arguments"
     if len(found) == num_before or found[-1]["role"] == "assistant":
-        problem = "the conversation ends with the model's own turn" if asked.input else "there is no item"
-        raise InvalidPromptError(
-            "input", "...", problem, "Let it end with a message of the user, or with an output of a tool."
-        )
+        remedy = "Let it end with a message of the user, or with an output of a tool."
+        if not asked.input:
+            raise InvalidPromptError("input", [], "there is no item", remedy)
+        where, last = f"input.{len(asked.input) - 1}", asked.input[-1]
+        field, value = ("role", last.role) if last.role else ("type", last.type)
+        raise InvalidPromptError(f"{where}.{field}", value, "the conversation ends with the model's own turn", remedy)
     return found
 
 
@@ -318,7 +323,11 @@ def _tools(asked: ResponsesRequest) -> dict[str, Any]:
         if choice.get("type") != "function":
             problem, remedy = "no such choice", 'Use "auto", "none", "required", or {"type": "function", "name": ...}.'
             raise UnsupportedParameterError("tool_choice.type", choice.get("type"), problem, remedy)
-        choice = {"type": "function", "function": {"name": full_name(choice.get("name"), choice.get("namespace"))}}
+        named, names = full_name(choice.get("name"), choice.get("namespace")), [each["name"] for each in functions]
+        if functions and named not in names:
+            remedy = f'Use {{"type": "function", "name": ...}} with one of the tools: {", ".join(sorted(names))}.'
+            raise InvalidParameterError("tool_choice.name", choice.get("name"), "there is no such tool", remedy)
+        choice = {"type": "function", "function": {"name": named}}
     if choice in ("auto", "none") and not functions:
         choice = None
     if choice is not None and not functions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast, get_args
 
@@ -218,7 +219,28 @@ def _object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is not JSON ({reason})", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body is JSON, but no object", code="invalid_json")
+    if _HALF_WRITTEN.search(body):
+        _check_characters(values)
     return values
+
+
+#: Half of a pair that stands for one character in UTF-16: JSON can write it alone, and then it is no character.
+_HALF_WRITTEN, _HALF = re.compile(rb"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+
+
+def _check_characters(values: dict[str, Any]) -> None:
+    """Raise InvalidParameterError where a text of a request, or the name of a field, is not valid Unicode."""
+    left: list[tuple[tuple[str, ...], Any]] = [((), values)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            left += [((*path, name), part) for name, part in value.items()]
+        elif isinstance(value, list):
+            left += [((*path, str(place)), part) for place, part in enumerate(value)]
+        for text in (value, path[-1] if path else ""):
+            if isinstance(text, str) and _HALF.search(text):
+                where = ".".join(path).encode("ascii", "backslashreplace").decode()
+                raise InvalidParameterError(where, text, "it is not valid Unicode", "Give text in UTF-8.")
 
 
 #: Digits of a whole number, far beyond any that means something.
@@ -239,6 +261,8 @@ def _first_problem(kind: type[Shape], error: Exception) -> Exception:
     )
     path = _path(detail["loc"])
     raised = detail.get("ctx", {}).get("error")
+    if isinstance(raised, InputError) and raised.value is None:  # null counts as not given
+        return _missing([*path, raised.field], f"{raised.problem[0].upper()}{raised.problem[1:]}. {raised.remedy}")
     if isinstance(raised, InputError):
         return type(raised)(".".join((*path, raised.field)), raised.value, raised.problem, raised.remedy)
     if detail["type"] == "extra_forbidden":
@@ -247,10 +271,15 @@ def _first_problem(kind: type[Shape], error: Exception) -> Exception:
     if detail["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON ({detail['msg']})", code="invalid_json")
     if detail["type"] == "missing":
-        problem = f"{'.'.join(path)}: the field is missing. {_remedy(kind, path, detail['type'])}"
-        return ApiError(400, problem, param=".".join(path), code="missing_field")
+        return _missing(path, _remedy(kind, path, detail["type"]))
     problem = _joined([each["msg"] for each in details if _path(each["loc"]) == path])
     return InvalidParameterError(".".join(path), detail["input"], problem, _remedy(kind, path, detail["type"]))
+
+
+def _missing(path: list[str], what: str) -> ApiError:
+    """The error for a field that an object has to have."""
+    where = ".".join(path)
+    return ApiError(400, f"{where}: the field is missing. {what}", param=where, code="missing_field")
 
 
 #: What may stand where pydantic found something else, by the type of its error.

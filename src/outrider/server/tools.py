@@ -158,9 +158,9 @@ class ToolListener:
         if is_cut_off and reader.settled:  # within what closes calls, or goes on with them
             self._go_on(len(reader.text))
             return ""
-        if reader.is_open:  # it was cut off within its arguments
+        if reader.is_open:  # it was cut off within its arguments, and is neither a call to carry out nor a text to read
             self._go_on(len(reader.text))
-            return "" if self._in_parts else reader.text[reader.settled :]
+            return ""
         mark = None if is_sound or reader.settled else self._mark.match(reader.text)
         if (
             mark
