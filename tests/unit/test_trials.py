@@ -71,6 +71,22 @@ def test_nothing_is_started_before_it_is_needed(tried: Trials, vocabulary: Calla
     assert len(tried._all) == 1
 
 
+def test_one_that_was_prepared_is_used_and_replaced_where_it_has_ended(
+    tried: Trials, vocabulary: Callable[[], StructureVocabulary]
+) -> None:
+    tried.prepare(vocabulary())
+    prepared = _pids(tried)
+    assert tried.verdict(FINE, vocabulary) is None
+    assert _pids(tried) == prepared
+    (pid,) = prepared
+    tried.prepare(vocabulary())
+    for each in _pids(tried):
+        os.kill(each, 9)
+    assert _until(lambda: not any(map(_runs, _pids(tried))))
+    assert tried.verdict(Written("regex", "[cd]{3}"), vocabulary) is None
+    assert pid not in _pids(tried)
+
+
 def test_what_never_ends_is_ended_by_the_system_and_the_process_is_replaced(
     tried: Trials, vocabulary: Callable[[], StructureVocabulary], monkeypatch: pytest.MonkeyPatch
 ) -> None:

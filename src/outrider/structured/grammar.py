@@ -262,15 +262,18 @@ class GrammarCompiler:
         library = _library()
         with self._lock:
             if self._wrapped is None:
-                self._wrapped = self._read_vocabulary().wrapped(library)
+                vocabulary = self._read_vocabulary()
+                if self.trials is not None:  # its process reads the vocabulary meanwhile
+                    self.trials.prepare(vocabulary)
+                self._wrapped = vocabulary.wrapped(library)
         if self.trials is not None:
             refusal = self.trials.verdict(written, self._read_vocabulary)
             if refusal is not None:
                 raise _refused(structure, refusal)
-        vocabulary = self._wrapped
+        wrapped = self._wrapped
         try:
-            matcher, bits = compiled(written, vocabulary, library)
-            return GrammarState(matcher, lambda: compiled(written, vocabulary, library)[0], bits)
+            matcher, bits = compiled(written, wrapped, library)
+            return GrammarState(matcher, lambda: compiled(written, wrapped, library)[0], bits)
         except StructureError as error:
             raise _refused(structure, error) from error
 

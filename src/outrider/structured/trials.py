@@ -6,8 +6,8 @@ import json
 import signal
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -74,6 +74,12 @@ class Trials:
         self._keep(key, found)
         return found
 
+    def prepare(self, vocabulary: StructureVocabulary) -> None:
+        """Start a process, which reads the vocabulary while the caller does other work."""
+        trier = self._take(lambda: vocabulary)
+        with self._lock:
+            self._idle.append(trier)
+
     def close(self) -> None:
         """End all processes, and the trials under way with them."""
         with self._lock:
@@ -117,7 +123,7 @@ class _Trier:
     """One such process."""
 
     def __init__(self) -> None:
-        self._was_slow = False
+        self._was_slow = self._is_ready = False
         try:
             # In a session of its own, Ctrl-C in a terminal does not reach it.
             self._process = Popen(
@@ -140,16 +146,18 @@ class _Trier:
         return self._was_slow or self._process.returncode == _KILLED
 
     def begin(self, vocabulary: StructureVocabulary) -> None:
-        """Have it read the vocabulary."""
-        try:
-            self._ask(asdict(vocabulary))
-        except EOFError:
-            code = self._process.wait()
-            raise TrialError(f"a process that tries structures ended before it was ready, with {code}") from None
+        """Have it read the vocabulary. It takes a second or two where that is large, and nobody waits for it here."""
+        with self._ready_or_ended():
+            self._tell(asdict(vocabulary))
 
     def reason(self, written: Written) -> str | None:
         """Why a structure cannot be followed."""
-        found: str | None = self._ask({**asdict(written), "seconds": SECONDS, "num_bytes": NUM_BYTES})
+        if not self._is_ready:
+            with self._ready_or_ended():
+                self._answer()
+            self._is_ready = True
+        self._tell({**asdict(written), "seconds": SECONDS, "num_bytes": NUM_BYTES})
+        found: str | None = self._answer()
         return found
 
     def end(self) -> None:
@@ -161,24 +169,40 @@ class _Trier:
                 pipe.close()
         self._process.wait()
 
-    def _ask(self, message: dict[str, Any]) -> Any:
+    @contextmanager
+    def _ready_or_ended(self) -> Iterator[None]:
+        try:
+            yield
+        except EOFError:
+            code = self._process.wait()
+            raise TrialError(f"a process that tries structures ended before it was ready, with {code}") from None
+
+    def _tell(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         told = json.dumps(message).encode() + b"\n"
+        with self._patience():
+            self._process.stdin.write(told)
+            self._process.stdin.flush()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        with self._patience():
+            line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        return json.loads(line)
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
         clock = Timer(_PATIENCE, self._give_up)
         clock.daemon = True
         clock.start()
         try:
-            self._process.stdin.write(told)
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            yield
         except (OSError, ValueError) as error:  # ValueError where it was ended meanwhile
             raise EOFError from error
         finally:
             clock.cancel()
-        if not line.endswith(b"\n"):
-            raise EOFError
-        return json.loads(line)
 
     def _give_up(self) -> None:
         self._was_slow = True
