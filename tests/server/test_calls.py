@@ -245,7 +245,8 @@ def test_a_call_that_a_stop_string_cuts_off_is_none(client: openai.OpenAI, choic
     schema = {"type": "object", "properties": {"text": {"const": "rm -r x/y"}}, "required": ["text"]}
     asked |= {"tools": [tool("f", {**schema, "additionalProperties": False})], "tool_choice": choice, "stop": "/y"}
     if choice == "auto":
-        asked["extra_body"] = {"guided_choice": [f"<tool_call>{call}</tool_call>"]}
+        whole = json.dumps({"name": "f", "arguments": {}})  # one before it changes nothing
+        asked["extra_body"] = {"guided_choice": [f"<tool_call>{whole}</tool_call><tool_call>{call}</tool_call>"]}
     found = client.chat.completions.create(**asked, stream=stream)
     assert (list(found)[-1] if stream else found).choices[0].finish_reason == "stop", "or a client runs a part of it"
 

@@ -30,7 +30,17 @@ TOOLS: Any = [
     {"name": "stop", "input_schema": {"type": "object", "properties": {}}},
 ]
 #: What the client has no arguments for.
-_EXTRA = ("temperature", "top_p", "top_k", "seed", "guided_regex", "guided_grammar", "guided_choice", "logit_bias")
+_EXTRA = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "guided_regex",
+    "guided_grammar",
+    "guided_choice",
+    "logit_bias",
+    "speculation",
+)
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +228,15 @@ def test_a_call_that_a_stop_sequence_cuts_off_ends_with_it(server: Server) -> No
     ]
 
 
+@pytest.mark.parametrize("speculation", [None, "off"])
+def test_blocks_stand_in_the_order_in_which_they_were_written(client: anthropic.Anthropic, speculation: Any) -> None:
+    call = '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
+    fields: Any = {"tools": TOOLS, "guided_choice": [f"A\n{call}\nB\n{call}\nC"], "max_tokens": 200}
+    content = both(client, **fields, speculation=speculation).content
+    assert [block.type for block in content] == ["text", "tool_use", "text", "tool_use", "text"]
+    assert [block.text.strip() for block in content if block.type == "text"] == ["A", "B", "C"]
+
+
 def test_an_input_that_is_no_json_is_told_in_an_object(client: anthropic.Anthropic) -> None:
     for arguments in ('{"x": 1e999}', '{"x": NaN}', '{"x": tru}'):
         regex = '<tool_call>{"name": "stop", "arguments": ' + arguments + "}</tool_call>"
@@ -349,6 +368,13 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"temperature": "hot"}, "temperature="),
         ({"min_p": 7}, "min_p="),
         ({"container": "x"}, "container="),
+        ({"response_format": {"type": "json_object"}}, "response_format="),
+        ({"max_completion_tokens": 5}, "max_completion_tokens="),
+        ({"reasoning_effort": "low"}, "reasoning_effort="),
+        (
+            {"tools": [{"name": "f", "input_schema": {"$ref": "#"}}], "tool_choice": {"type": "any"}},
+            "tools.0.input_schema=",
+        ),
         ({"mcp_servers": [{}]}, "mcp_servers="),
     ],
 )

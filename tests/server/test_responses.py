@@ -195,6 +195,22 @@ def test_a_text_before_calls_is_an_item_of_its_own(client: openai.OpenAI) -> Non
     assert response.output_text == "ok"
 
 
+def test_items_stand_in_the_order_in_which_they_were_written(client: openai.OpenAI) -> None:
+    call = '<tool_call>{"name": "stop", "arguments": {}}</tool_call>'
+    response = both(client, tools=TOOLS, max_output_tokens=200, guided_choice=[f"A\n{call}\nB\n{call}"])
+    assert [item.type for item in response.output] == ["message", "function_call"] * 2
+    assert "".join(response.output_text.split()) == "AB"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_whole_where_the_call_behind_it_is_cut_off(client: openai.OpenAI, stream: bool) -> None:
+    text = 'Sure. <tool_call>{"name": "move", "arguments": {"x": ' + "1" * 600
+    found = client.responses.create(**asked(tools=TOOLS, max_output_tokens=60, guided_choice=[text], stream=stream))
+    response = list(found)[-1].response if stream else found
+    assert response.status == "incomplete"
+    assert [item.status for item in response.output] == ["completed", *(["incomplete"] if stream else [])]
+
+
 def test_a_format_holds_the_text(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "name": "point", "schema": POINT, "strict": True}
     response = both(client, text={"format": form, "verbosity": "low"}, max_output_tokens=60)

@@ -145,12 +145,12 @@ def test_arguments_in_parts_are_those_of_whole_calls(
 
 def test_parts_come_before_the_call_is_whole() -> None:
     listener = ToolListener("hermes", in_parts=True)
-    assert listener.hear('I add. <tool_call>{"name": "add", "argu') == Heard("I add. ")
+    assert listener.hear('I add. <tool_call>{"name": "add", "argu') == Heard((("content", "I add. "),))
     (begun,) = listener.hear('ments": {"a"').calls
     assert (begun["function"], begun["type"]) == ({"name": "add", "arguments": '{"a"'}, "function")
-    assert listener.hear(": 1") == Heard("", ({"index": 0, "function": {"arguments": ": 1"}},))
+    assert listener.hear(": 1") == Heard((("call", {"index": 0, "function": {"arguments": ": 1"}}),))
     assert listener.hear("}}\n</tool").calls == ({"index": 0, "function": {"arguments": "}"}},)
-    assert listener.hear("_call> Done.") == Heard(" Done.")
+    assert listener.hear("_call> Done.") == Heard((("content", " Done."),))
     assert listener.finish() == Heard()
 
 

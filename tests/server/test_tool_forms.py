@@ -195,8 +195,9 @@ def test_a_text_that_ends_within_a_call_tells_no_call_at_once_and_what_there_is_
         if called:
             assert (content, json.loads(called[0]["function"]["arguments"])) == ("", {"text": "abc", "n": 3})
         else:
-            begun = any(heard.calls for heard in parts)
-            assert content == "".join(heard.content for heard in parts) == ("" if begun else text[:end])
+            is_cut_off = any(heard.calls for heard in parts)
+            assert content == "".join(heard.content for heard in parts) == ("" if is_cut_off else text[:end])
+            assert [each.is_cut_off for each in listeners] == [is_cut_off] * 2
         assert told(form, text[:end], in_parts=False)[0] == content
 
 

@@ -18,7 +18,7 @@ from outrider.server.errors import ApiError
 from outrider.server.requests import Job, Prompt
 from outrider.server.schemas import ChatRequest, CompletionRequest
 from outrider.server.thoughts import ThoughtCounter, ThoughtListener
-from outrider.server.tools import ToolListener, ToolUse
+from outrider.server.tools import Heard, Piece, ToolListener, ToolUse
 from outrider.server.wire import DONE, event
 
 # --- Builds the answers to completions and chats, whole or as chunks of a stream.
@@ -224,6 +224,7 @@ class ChatAnswer(Answer):
         self._thoughts: dict[int, ThoughtListener] = {}
         self._counters: dict[int, ThoughtCounter] = {}  # where thoughts are heard
         self._count = job.params.logprobs
+        self._heard = Heard()  # what the latest piece of a text brought
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object, with the tokens of thoughts where they are heard."""
@@ -235,14 +236,15 @@ class ChatAnswer(Answer):
 
     def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
         self._count_thoughts(number, output.token_ids)
-        content, thoughts, calls = self._hear(number, output.text, last=True)
+        heard = self._hear(number, output.text, last=True)
+        content, thoughts, calls = heard.content, heard.thoughts, heard.calls
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         if thoughts:
             message["reasoning_content"] = thoughts
         if calls:
             message["tool_calls"] = [{name: part for name, part in call.items() if name != "index"} for call in calls]
         logprobs = self._scores(output.logprobs)
-        return {"index": number, "message": message, "logprobs": logprobs, **_end(output, called=bool(calls))}
+        return {"index": number, "message": message, "logprobs": logprobs, **_end(output, called=self._called(number))}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for number in range(self.job.num_sequences):
@@ -251,7 +253,8 @@ class ChatAnswer(Answer):
 
     def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
         self._count_thoughts(number, piece.token_ids)
-        content, thoughts, calls = self._hear(number, piece.text, last=piece.output is not None)
+        heard = self._hear(number, piece.text, last=piece.output is not None)
+        content, thoughts, calls = heard.content, heard.thoughts, list(heard.calls)
         extras = self._piece_extras(piece)
         if not (content or thoughts or calls or piece.output or piece.logprobs or extras):
             return None
@@ -260,11 +263,20 @@ class ChatAnswer(Answer):
             delta["reasoning_content"] = thoughts
         if calls:
             delta["tool_calls"] = calls
-        listener = self._listeners.get(number)  # a call that a stop string has cut off is nothing to carry out
-        called = listener is not None and listener.num_calls > 0 and not listener.is_in_call
         logprobs = self._scores(piece.logprobs)
         self.has_begun |= bool(delta)
-        return {"index": number, "delta": delta, "logprobs": logprobs, **_end(piece.output, called=called), **extras}
+        return {
+            "index": number,
+            "delta": delta,
+            "logprobs": logprobs,
+            **_end(piece.output, called=self._called(number)),
+            **extras,
+        }
+
+    def _called(self, number: int) -> bool:
+        """Tells whether a choice ends with calls to carry out. One that a stop string has cut off is none."""
+        listener = self._listeners.get(number)
+        return listener is not None and listener.num_calls > 0 and not listener.is_cut_off
 
     def _scores(self, logprobs: Sequence[PositionLogprobs] | None) -> dict[str, Any] | None:
         return None if self._count is None else chat_logprobs(logprobs or (), self._count, self.tokenizer)
@@ -278,21 +290,23 @@ class ChatAnswer(Answer):
             self._counters[number] = ThoughtCounter(use, TextPieces(self.tokenizer, frozenset(use.shown)))
         self._counters[number].add(token_ids)
 
-    def _hear(self, number: int, text: str, *, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
+    def _hear(self, number: int, text: str, *, last: bool) -> Heard:
         """The text for the reader, the thoughts and the calls, in more of a choice's text."""
         before = ""
         if self.job.thoughts is not None:
             if number not in self._thoughts:
                 self._thoughts[number] = self.job.thoughts.listener()
             before, text = self._thoughts[number].hear(text, last=last)
+        thoughts: tuple[Piece, ...] = (("thoughts", before),) if before else ()
         if self.job.tools is None:
-            return text, before, []
+            self._heard = Heard((*thoughts, ("content", text)) if text else thoughts)
+            return self._heard
         if number not in self._listeners:
             self._listeners[number] = self.job.tools.listener(in_parts=bool(self.job.asked.stream))
         listener = self._listeners[number]
         found = [listener.hear(text), *([listener.finish()] if last else [])]
-        content, thoughts = ("".join(getattr(heard, kind) for heard in found) for kind in ("content", "thoughts"))
-        return content, before + thoughts, [call for heard in found for call in heard.calls]
+        self._heard = Heard((*thoughts, *(piece for heard in found for piece in heard.pieces)))
+        return self._heard
 
 
 def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, Any]:

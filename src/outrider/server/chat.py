@@ -23,7 +23,7 @@ from outrider.server.thoughts import CHANNELS, ThoughtForm
 from outrider.server.tool_forms import FORMS, ToolForm, tells_thoughts, tool_form
 from outrider.server.tool_grammars import calls_grammar
 from outrider.server.tool_reader import BARE_NAME, MOST
-from outrider.server.tool_values import kinds_of
+from outrider.server.tool_values import kinds_of, resolved
 from outrider.server.tools import ToolUse, special_marks
 
 #: Keywords of a schema that allow no property.
@@ -171,7 +171,7 @@ def _check_names(form: ToolForm, template: str, tools: Sequence[Tool]) -> None:
 def _check_schemas(tools: Sequence[Tool]) -> None:
     """Raise InvalidParameterError for a schema that no object fits: the arguments of a call are one in every form."""
     for place, schema in enumerate(tool.function.parameters or {} for tool in tools):
-        if "object" not in (kinds_of(schema, schema) or {"object"}):
+        if "object" not in (kinds_of(schema, schema) or {"object"}) or "$ref" in (resolved(schema, schema) or {}):
             remedy = 'Use a schema like {"type": "object", "properties": {...}}.'
             problem = "the arguments of a call are an object"
             raise InvalidParameterError(f"tools.{place}.function.parameters", schema, problem, remedy)

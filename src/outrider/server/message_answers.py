@@ -12,6 +12,7 @@ from outrider.params import RequestOutput
 from outrider.server.answers import ChatAnswer
 from outrider.server.errors import ApiError
 from outrider.server.requests import Job
+from outrider.server.tools import Piece, joined
 from outrider.server.wire import MESSAGES, encoded, event, failure
 
 #: Why a text has ended, by the words of OpenAI's API.
@@ -42,15 +43,7 @@ class MessageAnswer(ChatAnswer):
         """The answer at once."""
         told = super().whole(found)
         (choice,) = told["choices"]
-        message, content = choice["message"], list[dict[str, Any]]()
-        if thoughts := message.get("reasoning_content"):
-            content.append({"type": "thinking", "thinking": thoughts, "signature": _signed(thoughts)})
-        if text := message["content"]:
-            content.append({"type": "text", "text": text})
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
-            content.append({**block, "input": _input(function["arguments"])})
+        content = list(map(_block, joined(self._heard.pieces)))
         return {**self._message(content, _usage(told["usage"]), _end(choice)), "speculation": told["speculation"]}
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -79,22 +72,21 @@ class MessageAnswer(ChatAnswer):
         return {**named, "content": content, **end, "usage": usage}
 
     def _told_choice(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a choice: thoughts, then text, then calls, as they stand in it."""
-        delta = choice["delta"]
-        if thoughts := delta.get("reasoning_content"):
-            yield from self._begin("thinking", {"thinking": "", "signature": ""})
-            self._signature.update(_bytes(thoughts))
-            yield self._delta_of({"type": "thinking_delta", "thinking": thoughts})
-        if text := delta.get("content"):
-            yield from self._begin("text", {"text": ""})
-            yield self._delta_of({"type": "text_delta", "text": text})
-        for call in delta.get("tool_calls", ()):
-            function = call["function"]
-            if "id" in call:
-                yield from self._close()
-                yield from self._begin("tool_use", {"id": call["id"], "name": function["name"], "input": {}})
-            if function["arguments"]:
-                yield self._delta_of({"type": "input_json_delta", "partial_json": function["arguments"]})
+        """The events of a choice: thoughts, text and calls in the order in which they were written."""
+        for kind, piece in joined(self._heard.pieces):
+            if kind == "thoughts":
+                yield from self._begin("thinking", {"thinking": "", "signature": ""})
+                self._signature.update(_bytes(piece))
+                yield self._delta_of({"type": "thinking_delta", "thinking": piece})
+            elif kind == "content":
+                yield from self._begin("text", {"text": ""})
+                yield self._delta_of({"type": "text_delta", "text": piece})
+            else:
+                if "id" in piece:
+                    yield from self._close()
+                    yield from self._begin("tool_use", {"id": piece["id"], "name": piece["function"]["name"], "input": {}})
+                if arguments := piece["function"]["arguments"]:
+                    yield self._delta_of({"type": "input_json_delta", "partial_json": arguments})
         if choice["finish_reason"] is not None:
             self._outcome["delta"] = _end(choice)
 
@@ -149,6 +141,17 @@ def _usage(told: dict[str, Any]) -> dict[str, Any]:
     found = {"input_tokens": told["prompt_tokens"] - cached, "cache_creation_input_tokens": 0}
     found |= {"cache_read_input_tokens": cached, "output_tokens": told["completion_tokens"]}
     return found if thought is None else {**found, "output_tokens_details": {"thinking_tokens": thought}}
+
+
+def _block(piece: Piece) -> dict[str, Any]:
+    """The block of an answer that a piece of its text is."""
+    kind, told = piece
+    if kind == "thoughts":
+        return {"type": "thinking", "thinking": told, "signature": _signed(told)}
+    if kind == "content":
+        return {"type": "text", "text": told}
+    function = told["function"]
+    return {"type": "tool_use", "id": told["id"], "name": function["name"], "input": _input(function["arguments"])}
 
 
 def _input(arguments: str) -> dict[str, Any]:

@@ -155,6 +155,11 @@ class CountRequest(Shape):
     refused: ClassVar[dict[str, Refusal]] = {
         "container": Refusal("this server runs no code"),
         "mcp_servers": Refusal("this server calls no other servers", neutral=([],)),
+        "response_format": Refusal("it is a field of chats", "Use output_config with a format."),
+        "reasoning_effort": Refusal("it is a field of chats", "Use output_config with an effort."),
+        **dict.fromkeys(
+            ("max_completion_tokens", "max_output_tokens"), Refusal("it is a field of other APIs", "Use max_tokens.")
+        ),
     }
 
     model: str | None = None

@@ -11,9 +11,11 @@ from outrider.server.answers import ChatAnswer
 from outrider.server.errors import ApiError
 from outrider.server.requests import Job
 from outrider.server.responses import full_name
+from outrider.server.tools import joined
 from outrider.server.wire import event
 
 _IDS = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_KINDS = {"thoughts": "reasoning", "content": "message"}  # of items, by what is heard
 
 
 class ResponseAnswer(ChatAnswer):
@@ -39,13 +41,13 @@ class ResponseAnswer(ChatAnswer):
         """The answer at once."""
         told = super().whole(found)
         (choice,) = told["choices"]
-        message, scores = choice["message"], (choice.get("logprobs") or {}).get("content") or []
-        if thoughts := message.get("reasoning_content"):
-            self._output.append(_done(_item("reasoning"), thoughts, []))
-        if text := message["content"]:
-            self._output.append(_done(_item("message"), text, scores))
-        for call in message.get("tool_calls", ()):
-            self._output.append(_done(self._call(call), call["function"]["arguments"], []))
+        scores = (choice.get("logprobs") or {}).get("content") or []
+        for kind, piece in joined(self._heard.pieces):
+            if kind == "call":
+                self._output.append(_done(self._call(piece), piece["function"]["arguments"], []))
+            else:
+                self._output.append(_done(_item(_KINDS[kind]), piece, scores if kind == "content" else []))
+                scores = [] if kind == "content" else scores
         status = _status(choice)
         if self._output and self._output[-1]["type"] != "function_call" and self._is_cut("message", status):
             self._output[-1]["status"] = "incomplete"
@@ -85,29 +87,31 @@ class ResponseAnswer(ChatAnswer):
         return found if speculation is None else {**found, "speculation": speculation}
 
     def _told_choice(self, choice: dict[str, Any]) -> Iterator[bytes]:
-        """The events of a choice: thoughts, then text, then calls, as they stand in it."""
-        delta = choice["delta"]
-        if thoughts := delta.get("reasoning_content"):
-            yield from self._begin("reasoning", _item("reasoning"))
-            yield self._part("reasoning_text.delta", thoughts)
+        """The events of a choice: thoughts, text and calls in the order in which they were written."""
         scores = (choice.get("logprobs") or {}).get("content") or []
-        if text := delta.get("content"):
-            yield from self._begin("message", _item("message"))
-            self._told_scores += scores
-            yield self._part("output_text.delta", text, logprobs=scores)
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                yield from self._close()
-                yield from self._begin("function_call", self._call(call))
-            if arguments := call["function"]["arguments"]:
-                yield self._part("function_call_arguments.delta", arguments)
+        for kind, piece in joined(self._heard.pieces):
+            if kind == "thoughts":
+                yield from self._begin("reasoning", _item("reasoning"))
+                yield self._part("reasoning_text.delta", piece)
+            elif kind == "content":
+                yield from self._begin("message", _item("message"))
+                self._told_scores += scores
+                yield self._part("output_text.delta", piece, logprobs=scores)
+                scores = []
+            else:
+                if "id" in piece:
+                    yield from self._close()
+                    yield from self._begin("function_call", self._call(piece))
+                if arguments := piece["function"]["arguments"]:
+                    yield self._part("function_call_arguments.delta", arguments)
         if choice["finish_reason"] is not None:
             self._outcome["status"] = _status(choice)
 
     def _is_cut(self, kind: str, status: dict[str, Any]) -> bool:
         """Tells whether the end of the text has cut off its last item. A call may also be cut off by a stop string."""
         is_in_call = any(listener.is_in_call for listener in self._listeners.values())
-        return is_in_call if kind == "function_call" else status["status"] == "incomplete" and not is_in_call
+        is_cut_off = any(listener.is_cut_off for listener in self._listeners.values())
+        return is_in_call if kind == "function_call" else status["status"] == "incomplete" and not is_cut_off
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         """The item of a call that has just begun."""

@@ -20,7 +20,7 @@ def resolved(schema: Any, root: Any) -> Any:
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
         found: Any = root
-        for part in schema["$ref"].removeprefix("#").strip("/").split("/"):
+        for part in filter(None, schema["$ref"].removeprefix("#").split("/")):
             found = found.get(part) if isinstance(found, dict) else None
         schema = found
     return schema

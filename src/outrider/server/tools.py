@@ -4,22 +4,47 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Literal
 
 from outrider.server.tool_forms import FORMS, Schemas, ToolForm
 from outrider.server.tool_reader import NoCallError, Reader, Steps
 
+#: A piece of what is heard: "content" with a text for the reader, "thoughts" with a text that is not for him, or "call"
+#: with a call in OpenAI's form. Of a call that is told in parts, the later parts have an index and arguments alone.
+Piece = tuple[Literal["content", "thoughts", "call"], Any]
+
 
 @dataclass(frozen=True)
 class Heard:
-    """Holds what a piece of text brought."""
+    """Holds what a piece of text brought, in the order in which it was written."""
 
-    content: str = ""  # text for the reader
-    # Calls in OpenAI's form; of a call that is told in parts, the later parts have an index and arguments alone.
-    calls: tuple[dict[str, Any], ...] = ()
-    thoughts: str = ""  # text that is not for him, where a form says so of its messages
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """The text for the reader."""
+        return "".join(told for kind, told in self.pieces if kind == "content")
+
+    @property
+    def thoughts(self) -> str:
+        """The text that is not for him."""
+        return "".join(told for kind, told in self.pieces if kind == "thoughts")
+
+    @property
+    def calls(self) -> tuple[dict[str, Any], ...]:
+        """The calls."""
+        return tuple(told for kind, told in self.pieces if kind == "call")
+
+
+def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same pieces, with texts of one kind that follow each other as one."""
+    for kind, group in groupby(pieces, key=itemgetter(0)):
+        told = [each for _, each in group]
+        yield from ((kind, each) for each in (told if kind == "call" else ["".join(told)]))
 
 
 @dataclass(frozen=True)
@@ -84,9 +109,10 @@ class ToolListener:
         self._whole: list[list[str]] = []  # calls that are told when nothing can make them text any more
         self._is_muted = False
         self.is_in_call = False  # whether what was told ends within a call
-        self._is_thinking, self._thoughts = False, ""  # where we are, and what is told next
+        self.is_cut_off = False  # whether the text has ended within the arguments of a call, told or not
+        self._is_thinking = False
         self._between: str | None = None  # what stands before the next thought; None where there was none yet
-        self._parts: list[dict[str, Any]] = []  # what is told next
+        self._pieces: list[Piece] = []  # what is told next
         self.num_calls = 0
 
     @property
@@ -97,28 +123,29 @@ class ToolListener:
     def hear(self, text: str) -> Heard:
         """More of the text."""
         self._reader.text += text
-        return self._heard(self._run())
+        self._run()
+        return self._heard()
 
     def finish(self) -> Heard:
         """There is no more text."""
         self._reader.ended = True
-        content = self._run()
-        return self._heard(content if self.num_calls else (self._blank or "") + content)
+        self._run()
+        if self._blank and not self.num_calls:
+            self._pieces.insert(0, ("content", self._blank))
+        return self._heard()
 
-    def _heard(self, content: str) -> Heard:
-        calls, self._parts = tuple(self._parts), []
-        thoughts, self._thoughts = self._thoughts, ""
-        return Heard("" if self._only_calls else content, calls, thoughts)
+    def _heard(self) -> Heard:
+        pieces, self._pieces = self._pieces, []
+        return Heard(tuple(piece for piece in pieces if piece[0] != "content" or not self._only_calls))
 
-    def _run(self) -> str:
-        """Read as far as the text goes; returns what of it is content."""
-        content = ""
+    def _run(self) -> None:
+        """Read as far as the text goes."""
         while True:
             if self._steps is None:
                 before, found = self._plain()
-                content += self._words(before)
+                self._say(before)
                 if found is None:
-                    return content
+                    return
                 if self._form.is_whole:  # behind its beginning nothing is a call, and the mark is only not shown
                     self._go_on(len(found[0]))
                     continue
@@ -126,10 +153,10 @@ class ToolListener:
             try:
                 next(self._steps)
             except (StopIteration, NoCallError, RecursionError) as end:
-                content += self._words(self._over(is_sound=isinstance(end, StopIteration)))
+                self._say(self._over(is_sound=isinstance(end, StopIteration)))
             else:
                 self._take()
-                return content
+                return
 
     def _plain(self) -> tuple[str, re.Match[str] | None]:
         """The text before the next mark, and the mark if there is one. What may become a mark is left."""
@@ -159,6 +186,7 @@ class ToolListener:
             self._go_on(len(reader.text))
             return ""
         if reader.is_open:  # it was cut off within its arguments, and is neither a call to carry out nor a text to read
+            self.is_cut_off = self.is_in_call or self._max_calls is None or self.num_calls < self._max_calls
             self._go_on(len(reader.text))
             return ""
         mark = None if is_sound or reader.settled else self._mark.match(reader.text)
@@ -174,17 +202,18 @@ class ToolListener:
         self._go_on(reader.at if is_sound else reader.settled if mark is None else mark.end())
         return "" if mark is None or mark[0] in self._shown else mark[0]
 
-    def _words(self, text: str) -> str:
-        """Returns what is told of this content."""
+    def _say(self, text: str) -> None:
+        """Tells this text, or holds it back where it is white space so far."""
         if self._is_thinking:
-            self._thoughts += (self._between or "") + text if text else ""
-            self._between = "" if text else self._between
-            return ""
-        if self._blank is None:
-            return text
-        text = self._blank + text
-        self._blank = None if text.strip() else text
-        return text if self._blank is None else ""
+            if text:
+                self._pieces.append(("thoughts", (self._between or "") + text))
+                self._between = ""
+            return
+        if self._blank is not None:
+            text = self._blank + text
+            self._blank = None if text.strip() else text
+        if text and self._blank is None:
+            self._pieces.append(("content", text))
 
     def _turn(self, *, is_thinking: bool) -> None:
         """A message begins; it has lines of its own."""
@@ -230,12 +259,12 @@ class ToolListener:
         if kind == "begin":
             function = {"name": text, "arguments": ""}
             call = {"index": self.num_calls, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
-            self._parts.append({**call, "function": function})
+            self._pieces.append(("call", {**call, "function": function}))
             self.num_calls += 1
-        elif self._parts and self._parts[-1]["index"] == self.num_calls - 1:
-            self._parts[-1]["function"]["arguments"] += text
+        elif self._pieces and (last := self._pieces[-1])[0] == "call":
+            last[1]["function"]["arguments"] += text
         elif text:
-            self._parts.append({"index": self.num_calls - 1, "function": {"arguments": text}})
+            self._pieces.append(("call", {"index": self.num_calls - 1, "function": {"arguments": text}}))
 
 
 def begun_mark(text: str, marks: Collection[str]) -> int:
