@@ -53,8 +53,10 @@ def test_a_file_that_was_loaded_needs_no_pass_of_the_stock_model(loads: Loads) -
     assert [loads.backend(), loads.backend()] == ["fused"] * 2
     assert loads.passes == 1
     os.utime(loads.path, (1, 1))  # as if it were another file
-    assert [loads.backend(), loads.backend(activations="none"), loads.backend(dtype="float32")] == ["fused"] * 3
-    assert loads.passes == 4
+    others: list[dict[str, Any]] = [{}, {"activations": "none"}, {"dtype": "float32"}, {"quantization": "int4-g32"}]
+    assert [loads.backend(**each) for each in others] == ["fused"] * 4
+    assert [loads.backend(**each) for each in others] == ["fused"] * 4
+    assert loads.passes == 5
 
 
 def test_what_contradicts_the_backend_is_computed_anew(loads: Loads, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ class LoadedModel:
     # What its generation config, or its file, says of sampling, by the names of SamplingParams; not validated.
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     rounds_rows: bool = False  # whether what enters its linear layers is rounded to 8 bits
+    quantization: str | None = None  # the format that its weights were rounded to at load, where they were
     # How the files of its checkpoint are found again; None where it is no folder and not on the hub.
     source: Mapping[str, Any] | None = None
     file: str | None = None  # the GGUF file that it comes from, if it comes from one
@@ -132,6 +133,7 @@ def describe_model(
         device=device,
         dtype=model.dtype,
         rounds_rows=config.asks_for_rounded_rows,
+        quantization=config.quantization,
         slices_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
         long_rope_after=hf_modules.long_rope_after(model.config),
         generation_defaults=_generation_defaults(model),

@@ -179,7 +179,8 @@ def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device,
     longest = longest_text(config, hf_config)
     check_fit(config, hf_config, device, kv_tokens, file.nbytes)
     own_tokenizer = read_gguf_tokenizer(file) if tokenizer is None else given_tokenizer(tokenizer)
-    checkpoint = GgufCheckpoint(file, hf_config, narrow=config.quantization is not None)
+    narrowed = config.quantization
+    checkpoint = GgufCheckpoint(file, hf_config, narrow=narrowed is not None)
     config = config.replace(quantization=None)  # the checkpoint rounds blocks as it reads them
     with exclusive_transformers():
         empty = _empty_model(config, hf_config, {})
@@ -189,7 +190,7 @@ def _load_gguf(config: ModelConfig, tokenizer: Any | None, device: torch.device,
         checkpoint.fill(model, dtype)
         model.generation_config.eos_token_id = end_tokens(file) or None
         loaded = _loaded(_as_llama_cpp(config, file, model), model, own_tokenizer, device, longest)
-    return replace(loaded, generation_defaults=sampling_defaults(file), file=config.model)
+    return replace(loaded, generation_defaults=sampling_defaults(file), file=config.model, quantization=narrowed)
 
 
 def _quantised_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:

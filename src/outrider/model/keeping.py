@@ -71,11 +71,12 @@ def number(value: Any) -> float:
 
 
 def identity(runner: ModelRunner) -> dict[str, Any]:
-    """Which model it is, and whether its rows are rounded: its products then take another time, and its texts differ."""
+    """Which model it is, and how it is rounded: its products then take another time, and its texts differ."""
     loaded = runner.loaded
     config = loaded.model.config.to_json_string(use_diff=True)
     digest = hashlib.sha256(config.encode()).hexdigest()
-    return {"model": loaded.name, "config": digest, "rounds_rows": loaded.rounds_rows}
+    rounding = {"rounds_rows": loaded.rounds_rows, "quantization": loaded.quantization}
+    return {"model": loaded.name, "config": digest, **rounding}
 
 
 def _cache() -> Path:
@@ -115,6 +116,7 @@ def _path(loaded: LoadedModel) -> Path | None:
             "config": loaded.model.config.to_json_string(use_diff=True),
             "dtype": str(loaded.dtype),
             "rounds_rows": loaded.rounds_rows,
+            "quantization": loaded.quantization,  # a file is rounded again where it drafts
             "versions": [__version__, torch.__version__, version("transformers")],
             "machine": [device_name(loaded.device), str(loaded.device), library.instruction_set if library else None],
         },
