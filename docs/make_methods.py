@@ -1,9 +1,9 @@
-"""Write docs/reference/methods.md from the settings classes of the built-in methods and the classes that count.
+"""Write the pages of docs/reference about methods and statistics, from the settings of methods and the classes that count.
 
     python docs/make_methods.py
 
 Meanings are the attributes of the classes' docstrings, and ranges are what the fields say when a value is refused. So the
-page cannot say anything else than the code does.
+pages cannot say anything else than the code does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.propose import settings
 from outrider.propose.settings import Method, SpeculationConfig
 from outrider.results import RequestStats
 
-PAGE = Path(__file__).parent / "reference" / "methods.md"
+FOLDER = Path(__file__).parent / "reference"
 INTRODUCTION = """# Methods
 
 A *method* decides who drafts. Every method gives the same distribution of texts, and only the speed differs.
@@ -43,7 +43,9 @@ a way, like `--way suffix:16`. [Write a proposer](../how-to/write_a_proposer.md)
 [Losslessness](../explanation/losslessness.md) why the distribution stays.
 [How the methods guess](../explanation/methods.md) has one line for each."""
 _UNBOUNDED = {"bool": "true or false", "Method or None": "settings, or a name", "str or None": "any text"}
-STATISTICS = """## Statistics
+STATISTICS = """# Statistics
+
+`docs/make_methods.py` writes this page from the code, and a test compares the two.
 
 `RequestOutput.outputs[i].stats` holds the counts of one completion, and `LLM.stats` the totals of the engine."""
 #: Settings of the methods that cannot do without.
@@ -52,15 +54,15 @@ ALL_RULES = "`auto`, `block`, `token`, `walk` or `coupled`"
 ONE_RULE = "its drafts are not drawn from known probabilities, so the walk checks them, whatever `rule` says"
 
 
-def page() -> str:
-    """The whole page."""
+def pages() -> dict[str, str]:
+    """The text of each page, by its name."""
     parts = [INTRODUCTION, "## Settings around every method", _settings(SpeculationConfig)]
     for name in sorted(settings._BUILT_IN):
         parts += list(_method(settings.find(name)))
-    parts.append(STATISTICS)
-    for counts in (RequestStats, EngineStats):
-        parts += [f"### {counts.__name__}", _fields(counts)]
-    return "\n\n".join(parts) + "\n"
+    counts = [STATISTICS]
+    for kind in (RequestStats, EngineStats):
+        counts += [f"## {kind.__name__}", _fields(kind)]
+    return {"methods.md": "\n\n".join(parts) + "\n", "statistics.md": "\n\n".join(counts) + "\n"}
 
 
 def _method(kind: type[Method]) -> Iterator[str]:
@@ -141,4 +143,5 @@ def _shown(hint: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), "utf-8")
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, "utf-8")

@@ -228,7 +228,7 @@ class SamplingParams(Frozen):
     def _lengths_agree(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ContradictionError(
-                "min_tokens", self.min_tokens, f"more than max_tokens={self.max_tokens}", "Lower it or raise max_tokens."
+                "min_tokens", self.min_tokens, f"a text has {self.max_tokens} tokens at most", "Lower it, or allow more."
             )
         return self
 

@@ -154,6 +154,15 @@ def test_a_schema_that_is_wrong_is_told_by_its_tool(server: Server, kind: Any, s
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
+def test_two_tools_that_differ_cannot_have_one_name(server: Server, choice: str) -> None:
+    body: Any = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "tool_choice": choice}
+    response = server.post("/v1/chat/completions", {**body, "tools": [*TOOLS, tool(TOOLS[0]["function"]["name"], MEMBERS)]})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "tools.2.function.name"
+    assert server.post("/v1/chat/completions", {**body, "tools": [*TOOLS, TOOLS[0]]}).status_code == 200
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize(
     "schema",
     [{"type": "string"}, {"type": ["array", "null"]}, {"enum": ["a"]}, {"$ref": "#/$defs/x", "$defs": {"x": {"const": 1}}}],

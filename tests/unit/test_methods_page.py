@@ -1,4 +1,4 @@
-"""docs/reference/methods.md says what the settings classes say."""
+"""The pages about methods and statistics say what the classes say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.propose import settings
 from outrider.results import RequestStats
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "reference" / "methods.md").read_text("utf-8")
+PAGES = {name: (DOCS / "reference" / name).read_text("utf-8") for name in ("methods.md", "statistics.md")}
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +28,13 @@ def maker() -> ModuleType:
     return module
 
 
-def test_the_page_is_what_the_classes_say(maker: ModuleType) -> None:
-    assert maker.page() == PAGE, "run: python docs/make_methods.py"
+def test_the_pages_are_what_the_classes_say(maker: ModuleType) -> None:
+    assert maker.pages() == PAGES, "run: python docs/make_methods.py"
 
 
 @pytest.mark.parametrize("name", sorted(settings._BUILT_IN))
 def test_every_setting_of_a_method_has_a_row_with_its_default(maker: ModuleType, name: str) -> None:
-    section = PAGE.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    section = PAGES["methods.md"].split(f"\n## {name}\n")[1].split("\n## ")[0]
     kind = settings.find(name)
     for field, found in kind.model_fields.items():
         (row,) = [line for line in section.split("\n") if line.startswith(f"| `{field}` |")]
@@ -49,7 +49,7 @@ def test_every_setting_of_a_method_has_a_row_with_its_default(maker: ModuleType,
 
 @pytest.mark.parametrize("kind", [RequestStats, EngineStats])
 def test_every_count_has_a_meaning(kind: type) -> None:
-    section = PAGE.split(f"\n### {kind.__name__}\n")[1].split("\n### ")[0]
+    section = PAGES["statistics.md"].split(f"\n## {kind.__name__}\n")[1].split("\n## ")[0]
     for field in fields(kind):
         assert f"| `{field.name}` | " in section
 

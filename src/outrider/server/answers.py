@@ -224,7 +224,6 @@ class ChatAnswer(Answer):
         self._thoughts: dict[int, ThoughtListener] = {}
         self._counters: dict[int, ThoughtCounter] = {}  # where thoughts are heard
         self._count = job.params.logprobs
-        self._heard = Heard()  # what the latest piece of a text brought
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object, with the tokens of thoughts where they are heard."""
@@ -236,15 +235,9 @@ class ChatAnswer(Answer):
 
     def _choice(self, number: int, request: RequestOutput, output: CompletionOutput) -> dict[str, Any]:
         self._count_thoughts(number, output.token_ids)
-        heard = self._hear(number, output.text, last=True)
-        content, thoughts, calls = heard.content, heard.thoughts, heard.calls
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
-        if thoughts:
-            message["reasoning_content"] = thoughts
-        if calls:
-            message["tool_calls"] = [{name: part for name, part in call.items() if name != "index"} for call in calls]
+        told = self._content(self._hear(number, output.text, last=True), is_whole=True)
         logprobs = self._scores(output.logprobs)
-        return {"index": number, "message": message, "logprobs": logprobs, **_end(output, called=self._called(number))}
+        return {"index": number, **told, "logprobs": logprobs, **_end(output, called=self._called(number))}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for number in range(self.job.num_sequences):
@@ -254,24 +247,25 @@ class ChatAnswer(Answer):
     def _delta(self, number: int, piece: StreamPiece) -> dict[str, Any] | None:
         self._count_thoughts(number, piece.token_ids)
         heard = self._hear(number, piece.text, last=piece.output is not None)
-        content, thoughts, calls = heard.content, heard.thoughts, list(heard.calls)
         extras = self._piece_extras(piece)
-        if not (content or thoughts or calls or piece.output or piece.logprobs or extras):
+        if not (heard.pieces or piece.output or piece.logprobs or extras):
             return None
-        delta: dict[str, Any] = {"content": content} if content else {}
-        if thoughts:
-            delta["reasoning_content"] = thoughts
+        self.has_begun |= bool(heard.pieces)
+        told, logprobs = self._content(heard, is_whole=False), self._scores(piece.logprobs)
+        return {"index": number, **told, "logprobs": logprobs, **_end(piece.output, called=self._called(number)), **extras}
+
+    def _content(self, heard: Heard, *, is_whole: bool) -> dict[str, Any]:
+        """The fields of a choice that tell what was heard in its text, or in a piece of it."""
+        calls = list(heard.calls)
+        told: dict[str, Any] = {"content": heard.content} if heard.content else {}
+        if is_whole:
+            calls = [{name: part for name, part in call.items() if name != "index"} for call in calls]
+            told = {"role": "assistant", "content": heard.content or (None if calls else ""), "refusal": None}
+        if heard.thoughts:
+            told["reasoning_content"] = heard.thoughts
         if calls:
-            delta["tool_calls"] = calls
-        logprobs = self._scores(piece.logprobs)
-        self.has_begun |= bool(delta)
-        return {
-            "index": number,
-            "delta": delta,
-            "logprobs": logprobs,
-            **_end(piece.output, called=self._called(number)),
-            **extras,
-        }
+            told["tool_calls"] = calls
+        return {"message" if is_whole else "delta": told}
 
     def _called(self, number: int) -> bool:
         """Tells whether a choice ends with calls to carry out. One that a stop string has cut off is none."""
@@ -299,14 +293,12 @@ class ChatAnswer(Answer):
             before, text = self._thoughts[number].hear(text, last=last)
         thoughts: tuple[Piece, ...] = (("thoughts", before),) if before else ()
         if self.job.tools is None:
-            self._heard = Heard((*thoughts, ("content", text)) if text else thoughts)
-            return self._heard
+            return Heard((*thoughts, ("content", text)) if text else thoughts)
         if number not in self._listeners:
             self._listeners[number] = self.job.tools.listener(in_parts=bool(self.job.asked.stream))
         listener = self._listeners[number]
         found = [listener.hear(text), *([listener.finish()] if last else [])]
-        self._heard = Heard((*thoughts, *(piece for heard in found for piece in heard.pieces)))
-        return self._heard
+        return Heard((*thoughts, *(piece for heard in found for piece in heard.pieces)))
 
 
 def _end(output: CompletionOutput | None, *, called: bool = False) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from outrider.errors import (
 )
 from outrider.params import StructuredOutputs
 from outrider.prompts import PromptEncoder
-from outrider.server.schemas import ChatRequest, CommonRequest, Message, Tool
+from outrider.server.schemas import ChatRequest, CommonRequest, FunctionShape, Message, Tool
 from outrider.server.thoughts import CHANNELS, ThoughtForm
 from outrider.server.tool_forms import FORMS, ToolForm, tells_thoughts, tool_form
 from outrider.server.tool_grammars import calls_grammar
@@ -169,7 +169,13 @@ def _check_names(form: ToolForm, template: str, tools: Sequence[Tool]) -> None:
 
 
 def _check_schemas(tools: Sequence[Tool]) -> None:
-    """Raise InvalidParameterError for a schema that no object fits: the arguments of a call are one in every form."""
+    """Raise InvalidParameterError for a schema that no object fits, since the arguments of a call are one in every form. Do
+    so for a name that two tools have that differ."""
+    named: dict[str, FunctionShape] = {}
+    for place, function in enumerate(tool.function for tool in tools):
+        if named.setdefault(function.name, function) != function:
+            problem, remedy = "another tool has this name", "Give each tool a name of its own."
+            raise InvalidParameterError(f"tools.{place}.function.name", function.name, problem, remedy)
     for place, schema in enumerate(tool.function.parameters or {} for tool in tools):
         if "object" not in (kinds_of(schema, schema) or {"object"}) or "$ref" in (resolved(schema, schema) or {}):
             remedy = 'Use a schema like {"type": "object", "properties": {...}}.'

@@ -12,7 +12,7 @@ from outrider.params import RequestOutput
 from outrider.server.answers import ChatAnswer
 from outrider.server.errors import ApiError
 from outrider.server.requests import Job
-from outrider.server.tools import Piece, joined
+from outrider.server.tools import Heard, Piece, joined
 from outrider.server.wire import MESSAGES, encoded, event, failure
 
 #: Why a text has ended, by the words of OpenAI's API.
@@ -43,7 +43,7 @@ class MessageAnswer(ChatAnswer):
         """The answer at once."""
         told = super().whole(found)
         (choice,) = told["choices"]
-        content = list(map(_block, joined(self._heard.pieces)))
+        content = list(map(_block, choice["pieces"]))
         return {**self._message(content, _usage(told["usage"]), _end(choice)), "speculation": told["speculation"]}
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -67,13 +67,17 @@ class MessageAnswer(ChatAnswer):
         """The event of an error."""
         return failure(error, MESSAGES, self._request_id)
 
+    def _content(self, heard: Heard, *, is_whole: bool) -> dict[str, Any]:
+        """The pieces themselves, since their order is told."""
+        return {"pieces": tuple(joined(heard.pieces))}
+
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:
         named = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return {**named, "content": content, **end, "usage": usage}
 
     def _told_choice(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events of a choice: thoughts, text and calls in the order in which they were written."""
-        for kind, piece in joined(self._heard.pieces):
+        for kind, piece in choice["pieces"]:
             if kind == "thoughts":
                 yield from self._begin("thinking", {"thinking": "", "signature": ""})
                 self._signature.update(_bytes(piece))

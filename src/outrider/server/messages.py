@@ -10,7 +10,8 @@ from pydantic import ConfigDict, Field, model_validator
 from outrider.config import Refusal
 from outrider.conversations import reads, shown_names
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedParameterError
-from outrider.server.schemas import SAME, ChatRequest, Shape, Turn
+from outrider.server.schemas import SAME, ChatRequest, Turn
+from outrider.server.shapes import Shape
 from outrider.server.thoughts import thinking_field
 
 # --- Shapes of requests.

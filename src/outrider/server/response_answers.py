@@ -11,7 +11,7 @@ from outrider.server.answers import ChatAnswer
 from outrider.server.errors import ApiError
 from outrider.server.requests import Job
 from outrider.server.responses import full_name
-from outrider.server.tools import joined
+from outrider.server.tools import Heard, joined
 from outrider.server.wire import event
 
 _IDS = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
@@ -42,7 +42,7 @@ class ResponseAnswer(ChatAnswer):
         told = super().whole(found)
         (choice,) = told["choices"]
         scores = (choice.get("logprobs") or {}).get("content") or []
-        for kind, piece in joined(self._heard.pieces):
+        for kind, piece in choice["pieces"]:
             if kind == "call":
                 self._output.append(_done(self._call(piece), piece["function"]["arguments"], []))
             else:
@@ -79,6 +79,10 @@ class ResponseAnswer(ChatAnswer):
         body = {"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]}
         return event({**body, "sequence_number": self._num_events}, "error")
 
+    def _content(self, heard: Heard, *, is_whole: bool) -> dict[str, Any]:
+        """The pieces themselves, since their order is told."""
+        return {"pieces": tuple(joined(heard.pieces))}
+
     def _response(self, status: dict[str, Any], usage: Any, speculation: Any) -> dict[str, Any]:
         params = self.job.params
         named = {"id": self.id, "object": "response", "created_at": self.created, "model": self.model, "error": None}
@@ -89,7 +93,7 @@ class ResponseAnswer(ChatAnswer):
     def _told_choice(self, choice: dict[str, Any]) -> Iterator[bytes]:
         """The events of a choice: thoughts, text and calls in the order in which they were written."""
         scores = (choice.get("logprobs") or {}).get("content") or []
-        for kind, piece in joined(self._heard.pieces):
+        for kind, piece in choice["pieces"]:
             if kind == "thoughts":
                 yield from self._begin("reasoning", _item("reasoning"))
                 yield self._part("reasoning_text.delta", piece)

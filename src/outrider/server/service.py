@@ -24,8 +24,9 @@ from outrider.server.lifecycle import Call
 from outrider.server.metrics import EngineState, ServerMetrics
 from outrider.server.recorder import Origin, Recorder, RecordFolder
 from outrider.server.requests import AllowedMethods, Job, JobMaker, check_values, field_names
-from outrider.server.schemas import ChatRequest, CommonRequest, Shape
+from outrider.server.schemas import ChatRequest, CommonRequest
 from outrider.server.settings import ServerSettings
+from outrider.server.shapes import Shape
 from outrider.server.streams import Deadlines
 from outrider.server.tenants import ApiKeys, Meter
 
