@@ -13,6 +13,7 @@ from outrider.errors import ContradictionError, EngineAnswerError, InvalidParame
 from outrider.lab.bench.client import AS_SERVED, Answer, ClientSession
 from outrider.lab.bench.results import Results
 from outrider.lab.bench.settings import BenchSettings
+from outrider.lab.measure.tasks import Task
 from tests.server.running import TEMPLATE, Server, running
 
 
@@ -66,6 +67,14 @@ def test_without_ways_it_is_measured_as_it_serves(server: Server, questions: Pat
     assert {tuple(way.name for way in result.ways) for result in found.cells.values()} == {("plain", AS_SERVED)}
     kept = Results.model_validate_json((tmp_path / "results.json").read_text("utf-8"))
     assert kept.cells.keys() == found.believed.cells.keys()  # what other work disturbed is not kept
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_text_that_shows_nothing_is_measured_too(server: Server, questions: Path, chat: bool) -> None:
+    session = ClientSession(BenchSettings(bench_client=server.url, prompts=questions))
+    task = Task("0", "qa", "def", messages=({"role": "user", "content": "def"},) if chat else None)
+    answer = session._ask(task, {"max_tokens": 4, "temperature": 0, "logit_bias": {"0": 100}})  # it ends at once
+    assert len(answer.arrivals) == 1
 
 
 def test_what_goes_wrong_is_said(server: Server, questions: Path) -> None:

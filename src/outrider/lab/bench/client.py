@@ -169,6 +169,8 @@ class Answer:
             self.num_tokens += 1
         elif "error" in chunk:
             self.said = json.dumps(chunk["error"])
+        elif choices[0].get("finish_reason") and not self.arrivals:  # its tokens show no text, or it has none
+            self.arrivals.append(now)
         if chunk.get("usage"):
             self.num_tokens = chunk["usage"]["completion_tokens"]
         if "speculation" in chunk:
@@ -196,7 +198,7 @@ def _run(answers: Sequence[Answer], start: float) -> Run:
         token_ids=tuple(tuple(range(answer.num_tokens)) for answer in answers),
         seconds=last - start,
         first_token_seconds=tuple(answer.arrivals[0] - start for answer in answers),
-        decode_tokens=sum(answer.num_tokens - 1 for answer in answers),
+        decode_tokens=sum(max(answer.num_tokens - 1, 0) for answer in answers),
         decode_seconds=last - first or None,
         gaps=tuple(later - earlier for answer in answers for earlier, later in pairwise(answer.arrivals)),
         num_passes=sum(passes) if len(passes) == len(answers) else None,
