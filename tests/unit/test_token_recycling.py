@@ -14,6 +14,7 @@ from outrider.draft import Draft, Law
 from outrider.engine.sequence import Sequence as EngineSequence
 from outrider.errors import InvalidParameterError
 from outrider.propose.base import DraftNoise, ObservedRows, ProposeRequest, RowStatus, TopK
+from outrider.propose.host import largest
 from outrider.propose.recycling import SharedSuccessors, Successors, TokenRecyclingProposer
 from outrider.propose.tree import StaticTree
 from outrider.verify.noise import KeyedNoise
@@ -234,3 +235,18 @@ def test_namespaces_that_only_ask_take_no_memory_for_ever() -> None:
 def test_settings_out_of_range_are_refused(field: str, value: int) -> None:
     with pytest.raises(InvalidParameterError, match=field):
         SpeculationConfig.of({"method": "token_recycling", field: value})
+
+
+@pytest.mark.parametrize("size", [7, 511, 1 << 16, (1 << 16) + 77])
+def test_the_largest_of_a_long_row_are_those_of_a_sort(size: int) -> None:
+    rows = torch.randperm(4 * size).view(4, size).float() - size  # no two entries are equal
+    rows[0, -3:] = 9.0 * size + torch.arange(3)  # behind all whole parts, where there are entries behind them
+    rows[1, :5] = 9.0 * size + torch.arange(5)  # all in one part
+    rows[2, 1:] = float("-inf")
+    for count in (1, 5):
+        values, places = largest(rows, count)
+        expected = rows.sort(-1, descending=True)
+        assert torch.equal(values, expected.values[:, :count])
+        assert torch.equal(rows.gather(-1, places), values)
+        assert torch.equal(places[[0, 1, 3]], expected.indices[[0, 1, 3], :count])
+        assert all(len(set(row)) == count for row in places.tolist())
