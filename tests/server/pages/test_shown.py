@@ -114,8 +114,11 @@ def test_rounds_are_stepped_to_the_end(page: Any, server: Server, shape: str) ->
     set_slider(page, "tokens", 32)
     set_slider(page, "temperature", 1.2)
     page.set_checked("#dice", False)  # with the same dice nothing is drawn from a residual
-    _, fast = run(page)
-    rounds = fast["trace"]["rounds"]
+    for _ in range(6):  # a text in which no residual is drawn is rare, and comes
+        _, fast = run(page)
+        rounds = fast["trace"]["rounds"]
+        if any(residuals(found) for found in rounds):
+            break
     assert any(residuals(found) for found in rounds)
     while page.locator(BACK).is_enabled():
         page.click(BACK)
