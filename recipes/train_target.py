@@ -7,7 +7,7 @@ It is a Llama with a byte-level BPE of 4096 tokens (0 is the end of a file), tie
 Muon optimises matrices, and AdamW embeddings and norms, under bf16 autocast where products are faster so. The last
 quarter of the time uses 1024 tokens. The schedule follows the time and not the steps, so that one command fits any
 machine. One file in fifty, chosen by the hash of its path, is held out. Its draft model is made by `outrider train`;
-docs/how-to/train_a_draft.md has the commands.
+docs/how-to/recipes.md has the commands.
 """
 
 import argparse

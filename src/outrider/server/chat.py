@@ -158,7 +158,13 @@ def tool_use(
 
 
 def _check_names(form: ToolForm, template: str, tools: Sequence[Tool]) -> None:
-    """Raise UnsupportedParameterError for a name that a call in this form could not have, so that nobody would hear it."""
+    """Raise InvalidParameterError for a name that two unlike tools have, and UnsupportedParameterError for one that a call
+    in this form could not have, so that nobody would hear it."""
+    named: dict[str, FunctionShape] = {}
+    for place, function in enumerate(tool.function for tool in tools):
+        if named.setdefault(function.name, function) != function:
+            problem, remedy = "another tool has this name", "Give each tool a name of its own."
+            raise InvalidParameterError(f"tools.{place}.function.name", function.name, problem, remedy)
     if form in ("hermes", "llama") or (form == "mistral" and "[ARGS]" not in template):  # as a text of JSON
         return
     for place, name in enumerate(tool.function.name for tool in tools):
@@ -169,13 +175,7 @@ def _check_names(form: ToolForm, template: str, tools: Sequence[Tool]) -> None:
 
 
 def _check_schemas(tools: Sequence[Tool]) -> None:
-    """Raise InvalidParameterError for a schema that no object fits, since the arguments of a call are one in every form. Do
-    so for a name that two tools have that differ."""
-    named: dict[str, FunctionShape] = {}
-    for place, function in enumerate(tool.function for tool in tools):
-        if named.setdefault(function.name, function) != function:
-            problem, remedy = "another tool has this name", "Give each tool a name of its own."
-            raise InvalidParameterError(f"tools.{place}.function.name", function.name, problem, remedy)
+    """Raise InvalidParameterError for a schema that no object fits: the arguments of a call are one in every form."""
     for place, schema in enumerate(tool.function.parameters or {} for tool in tools):
         if "object" not in (kinds_of(schema, schema) or {"object"}) or "$ref" in (resolved(schema, schema) or {}):
             remedy = 'Use a schema like {"type": "object", "properties": {...}}.'

@@ -206,7 +206,7 @@ class Typical:
 _PERFORMANCE = "docs/explanation/what_methods_gain.md, drawn text"
 #: By method. The others have no figures that could be compared: what they accept depends on the text alone.
 TYPICAL = {
-    "draft_model": Typical(2.5, 3.9, "docs/how-to/train_a_draft.md, drawn text, 5 to 7 draft tokens"),
+    "draft_model": Typical(2.5, 3.9, "docs/how-to/recipes.md, drawn text, 5 to 7 draft tokens"),
     "layer_skip": Typical(2.3, 2.3, f"{_PERFORMANCE}, 2 draft tokens of five layers in eight"),
     "early_exit": Typical(1.3, 1.3, f"{_PERFORMANCE}, 2 draft tokens of a target that was not trained for it"),
     "medusa": Typical(2.3, 2.3, "Spec-Bench (Xia et al. 2024), Vicuna 7B"),
