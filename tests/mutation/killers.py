@@ -754,6 +754,13 @@ def kernels_laws() -> None:
     assert torch.allclose(law, other, rtol=1e-9, atol=1e-15)
 
 
+def kernels_finite() -> None:
+    """Rows without a token to choose, against the stock function."""
+    from tests.unit import test_sampling_kernels
+
+    test_sampling_kernels.test_rows_from_which_no_token_can_be_chosen_are_told(61, torch.float64)
+
+
 def kernels_exact_laws() -> None:
     """Laws against their definition, over logits that hypothesis draws."""
     from tests.unit import test_exact_probabilities

@@ -548,6 +548,20 @@ NATIVE_MUTANTS = (
         "kernels_laws",
     ),
     _mutant(
+        "an entry that is not a number is overlooked behind the last whole vector",
+        "sampling.inc",
+        "        found |= x[i] != x[i];\n",
+        "",
+        "kernels_finite",
+    ),
+    _mutant(
+        "a row that is not a number has a likeliest token",
+        "sampling.inc",
+        "isfinite(largest) ?",
+        "largest != INFINITY ?",
+        "kernels_finite",
+    ),
+    _mutant(
         "halves of codes that are narrowed are rounded up",
         "units.inc",
         "/ (farthest ? step : 1);",

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.kernels.library import available_sets
 from outrider.params import SamplingParams
 from outrider.verify import noise
-from outrider.verify.logits import argmax, target_probs
+from outrider.verify.logits import argmax, finite_argmax, target_probs
 from outrider.verify.rules import block_acceptance, residual
 from tests.kernel_sets import instruction_sets
 
@@ -71,6 +71,23 @@ def test_the_likeliest_are_the_first_of_the_largest(size: int, dtype: torch.dtyp
         assert all(int(place) == values[row].tolist().index(values[row].max()) for row, place in enumerate(want))
         for name in SETS:
             assert torch.equal(with_kernels(name, argmax, values), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 7, 16, 61, 300])
+def test_rows_from_which_no_token_can_be_chosen_are_told(size: int, dtype: torch.dtype) -> None:
+    sound = torch.randn(1, size, dtype=dtype).mul_(2).round_()
+    rows, want = [sound, torch.full_like(sound, float("-inf"))], [int(argmax(sound)), -1]
+    for place in range(size):
+        for strange in ("nan", "inf", "-inf"):
+            row = sound.clone()
+            row[0, place] = float(strange)
+            rows.append(row)
+            values = [value for value in row[0].tolist() if value != float("-inf")]
+            want.append(row[0].tolist().index(max(values)) if strange == "-inf" and values else -1)
+    for name in ("off", *SETS):
+        assert with_kernels(name, finite_argmax, torch.cat(rows)) == want, name
+        assert with_kernels(name, finite_argmax, torch.cat(rows)[:0]) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -15,7 +15,7 @@ from outrider.engine.scheduler import Schedule, ScheduledSequence
 from outrider.engine.sequence import Sequence
 from outrider.model.runner import ForwardOutput
 from outrider.results import CoinToss
-from outrider.verify.logits import Decode, positions, processed_logprobs, raw_logprobs
+from outrider.verify.logits import Decode, finite_argmax, positions, processed_logprobs, raw_logprobs
 from outrider.verify.noise import NoiseSource
 from outrider.verify.verifier import CandidateKeys, DraftCandidate, Verdict, Verifier, rule_for
 
@@ -50,13 +50,13 @@ class Verification:
     def verify(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput) -> dict[int, Judged]:
         """By place in the plan, for the sequences whose next token is due and can be chosen."""
         candidates = self._candidates(plan, drafts, out)
-        logits, faults = self._processed(plan, candidates, out.logits)
+        logits, best, faults = self._processed(plan, candidates, out.logits)
         self._faults = faults
         for place, of_rows in faults.items():
             if 0 in of_rows:
                 self._failures.fail_at_row(plan.items[place].seq, of_rows[0])
         alive = {p: c for p, c in candidates.items() if plan.items[p].seq.request.error is None}
-        verdicts = self._verdicts(plan, alive, logits)
+        verdicts = self._verdicts(plan, alive, logits, best)
         return {place: Judged(alive[place], verdict, logits, faults[place]) for place, verdict in verdicts.items()}
 
     def forget(self) -> None:
@@ -64,12 +64,14 @@ class Verification:
         for of_rows in self._faults.values():
             of_rows.clear()
 
-    def _verdicts(self, plan: Schedule, candidates: dict[int, DraftCandidate], logits: Tensor) -> dict[int, Verdict]:
+    def _verdicts(
+        self, plan: Schedule, candidates: dict[int, DraftCandidate], logits: Tensor, best: list[int]
+    ) -> dict[int, Verdict]:
         """The verdicts of all together; where that raises, of one after another with the same coins, so that it is known
         whose fault it is."""
         self._noise.mark()
         try:
-            return dict(zip(candidates, self._verifier.verify(list(candidates.values()), logits), strict=True))
+            return dict(zip(candidates, self._verifier.verify(list(candidates.values()), logits, best), strict=True))
         except Exception:
             self._noise.rewind()
         verdicts = {}
@@ -78,7 +80,7 @@ class Verification:
                 candidate.coins.clear()
                 candidate.residuals.clear()
             with self._failures.contained(plan.items[place].seq, "its verification"):
-                (verdicts[place],) = self._verifier.verify([candidate], logits)
+                (verdicts[place],) = self._verifier.verify([candidate], logits, best)
         return verdicts
 
     def _candidates(self, plan: Schedule, drafts: list[StepDraft], out: ForwardOutput) -> dict[int, DraftCandidate]:
@@ -94,19 +96,20 @@ class Verification:
 
     def _processed(
         self, plan: Schedule, candidates: dict[int, DraftCandidate], raw: Tensor
-    ) -> tuple[Tensor, dict[int, dict[int, BaseException]]]:
-        """Logits as each request's parameters leave them along its draft, and by place the faults of its rows.
+    ) -> tuple[Tensor, list[int], dict[int, dict[int, BaseException]]]:
+        """Logits as each request's parameters leave them along its draft, the most likely token of each row, and by place
+        the faults of its rows.
 
         A row with a fault gets equal logits, so that the others can be verified: whatever stands in a row, a rule is exact
         for texts that do not come there.
         """
-        finite: list[bool] = raw.amax(-1).isfinite().tolist() if len(raw) else []
+        best = finite_argmax(raw)
         faults: dict[int, dict[int, BaseException]] = {}
         processed = raw
         for place, candidate in candidates.items():
             rows = range(*candidate.rows)
-            sound = [node for node, row in enumerate(rows) if finite[row]]
-            found: dict[int, BaseException] = {n: NotFiniteError() for n in range(len(rows)) if not finite[rows[n]]}
+            sound = [node for node, row in enumerate(rows) if best[row] >= 0]
+            found: dict[int, BaseException] = {n: NotFiniteError() for n, row in enumerate(rows) if best[row] < 0}
             processing = plan.items[place].seq.view.processing
             if sound and processing.active:
                 paths = [(), *candidate.draft.paths]
@@ -120,7 +123,7 @@ class Verification:
                 processed = raw.clone() if processed is raw else processed
                 processed[[rows[node] for node in found]] = 0.0
             faults[place] = found
-        return processed, faults
+        return processed, best if processed is raw else finite_argmax(processed), faults
 
 
 def _candidate(item: ScheduledSequence, step: StepDraft, rows: tuple[int, int]) -> DraftCandidate:

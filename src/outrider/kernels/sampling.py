@@ -45,7 +45,7 @@ def target_probs(
     num_rows, size = logits.shape
     probs = torch.empty(num_rows, size, dtype=logits.dtype)
     library = _library()
-    threads = library.num_threads
+    threads = min(library.num_threads, num_rows)
     scratch = torch.empty(threads, size, dtype=logits.dtype)
     histogram_bytes = library.function("histogram_bytes", logits.dtype, _I64)()
     histograms = torch.empty(threads, histogram_bytes, dtype=torch.uint8)
@@ -91,6 +91,15 @@ def invert(probs: Tensor, noise: Tensor) -> Tensor:
 def likeliest(logits: Tensor) -> Tensor:
     """The place of the largest entry of each row [n], on a CPU; the lowest one among equals."""
     return _drawn("likeliest", logits, None)
+
+
+def likeliest_finite(logits: Tensor) -> list[int]:
+    """As `likeliest`, but -1 where the largest entry of a row is not finite, or an entry of it is not a number."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    tokens = (_I64 * len(logits))()  # no tensor: behind a pass each operation waits for its code
+    call = DrawCall(*logits.shape, logits.data_ptr(), logits.stride(0), None, ctypes.addressof(tokens))
+    _run("likeliest_finite", logits.dtype, call)
+    return list(tokens)
 
 
 def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
@@ -143,7 +152,7 @@ def _in_groups(rows: Tensor) -> Tensor:
 
 def _run(name: str, real: torch.dtype, call: Any) -> None:
     library = _library()
-    call.threads = library.num_threads
+    call.threads = min(library.num_threads, call.rows)  # a row is one thread's, and waking a second takes time
     library.function(name, real)(ctypes.byref(call))
 
 

@@ -55,6 +55,18 @@ def argmax(logits: Tensor) -> Tensor:
     return (logits == logits.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1)
 
 
+def finite_argmax(logits: Tensor) -> list[int]:
+    """As `argmax`, and -1 for a row from which no token can be chosen: its largest entry is infinite, or one is NaN."""
+    if logits.device.type == "cpu" and kernel_library() is not None and sampling.usable(logits):
+        return sampling.likeliest_finite(logits)
+    if not len(logits):
+        return []
+    largest = logits.amax(-1, keepdim=True)  # NaN where an entry is
+    places = (logits == largest).to(torch.uint8).argmax(-1)
+    found: list[int] = places.where(largest[:, 0].isfinite(), -1).tolist()
+    return found
+
+
 def _point_masses(logits: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter_(-1, argmax(logits)[:, None], 1.0)
 

@@ -125,11 +125,14 @@ class Verifier:
     def __init__(self, noise: NoiseSource) -> None:
         self.noise = noise
 
-    def verify(self, candidates: Sequence[DraftCandidate], logits: Tensor) -> list[Verdict]:
+    def verify(
+        self, candidates: Sequence[DraftCandidate], logits: Tensor, best: Sequence[int] | None = None
+    ) -> list[Verdict]:
         """Verdicts in the order of `candidates`.
 
         Args:
             logits: [num_logits, vocab_size] as `Processing.apply` left them, finite or minus infinity.
+            best: The most likely token of each row [num_logits], from whoever has looked for them already.
         """
         verdicts: dict[int, Verdict] = {}
         walkers, chains, trees = [], defaultdict(list), []
@@ -140,16 +143,16 @@ class Verifier:
                 chains[candidate.rule, len(candidate.draft)].append(index)
             else:
                 trees.append(index)
-        verdicts.update(zip(walkers, self._walk([candidates[i] for i in walkers], logits), strict=True))
+        verdicts.update(zip(walkers, self._walk([candidates[i] for i in walkers], logits, best), strict=True))
         for (rule, length), members in chains.items():
             found = self._test_chains(rule, length, [candidates[i] for i in members], logits)
             verdicts.update(zip(members, found, strict=True))
         verdicts.update(self._test_trees({i: candidates[i] for i in trees}, logits))
         return [verdicts[i] for i in range(len(candidates))]
 
-    def _walk(self, candidates: Sequence[DraftCandidate], logits: Tensor) -> list[Verdict]:
+    def _walk(self, candidates: Sequence[DraftCandidate], logits: Tensor, best: Sequence[int] | None) -> list[Verdict]:
         """Depth by depth over all trees at once, drawing only at rows that are reached."""
-        rows = _TargetRows(candidates, logits)
+        rows = _TargetRows(candidates, logits, best)
         paths: list[list[int]] = [[] for _ in candidates]
         chances: list[list[float]] = [[] for _ in candidates]
         verdicts: dict[int, Verdict] = {}
@@ -270,24 +273,22 @@ class Verifier:
 class _TargetRows:
     """The target's probabilities after each node of the candidates, computed in one go."""
 
-    def __init__(self, candidates: Sequence[DraftCandidate], logits: Tensor) -> None:
+    def __init__(self, candidates: Sequence[DraftCandidate], logits: Tensor, best: Sequence[int] | None) -> None:
         self.candidates = candidates
         self._first: list[int] = []
         num_rows = 0
         for candidate in candidates:
             self._first.append(num_rows)
             num_rows += candidate.rows[1] - candidate.rows[0]
-        if not num_rows:
-            return
-        params = [c.sampling for c in candidates for _ in range(*c.rows)]
-        chosen = _rows_of(candidates, logits)
-        if any(p.greedy for p in params):
-            self._best: list[int] = argmax(chosen).tolist()
-        if not all(p.greedy for p in params):
-            self._probs = target_probs(chosen, params)
+        if best is None and any(c.sampling.greedy for c in candidates):
+            best = argmax(logits).tolist()
+        self._best = best or ()
+        if not all(c.sampling.greedy for c in candidates):
+            params = [c.sampling for c in candidates for _ in range(*c.rows)]
+            self._probs = target_probs(_rows_of(candidates, logits), params)
 
     def best(self, member: int, node: int) -> int:
-        return self._best[self._first[member] + node + 1]
+        return self._best[self.candidates[member].rows[0] + node + 1]
 
     def probs(self, member: int, node: int) -> Tensor:
         return self._probs[self._first[member] + node + 1]
