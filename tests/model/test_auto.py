@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from math import exp
 from pathlib import Path
@@ -19,7 +20,7 @@ from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable, StepTimes, StepWork
 from outrider.govern.governor import Governor
 from outrider.lab.prove.tiny import save_tiny_llama
-from outrider.model import keeping
+from outrider.model import keeping, memory
 from outrider.model.memory import device_name, measure_context, measure_passes
 from outrider.propose import draft_model
 from outrider.propose.base import Proposer
@@ -314,6 +315,22 @@ def test_a_context_that_makes_passes_longer_is_measured(pair: tuple[str, str]) -
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
+
+
+def test_passes_of_few_rows_are_timed_in_every_round(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a round takes long, the other sizes are timed once, and a pause of the machine lasts in what is kept."""
+    timed: Counter[int] = Counter()
+    seconds = memory.PassTimer.seconds
+
+    def count(timer: memory.PassTimer, start: int, num_rows: int, *, logits: bool) -> float:
+        timed[num_rows] += 1
+        return seconds(timer, start, num_rows, logits=logits)
+
+    monkeypatch.setattr(memory.PassTimer, "seconds", count)
+    monkeypatch.setattr(memory, "_PATIENCE", 0.0)
+    with LLM(pair[0], dtype="float64", speculation="none") as llm:
+        assert set(measure_passes(llm.engine.runner)) == set(timed)
+    assert [timed[size] for size in (1, 2, 4, 8, 12, 16, 24)] == [5, 5, 5, 5, 5, 1, 1]
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ class World:
             write. Without drafts all of them are there to their common end.
         prompt: Tokens of each text's prompt, which a method's own model reads before its first draft.
         confidence: Probability of the target's most likely token at a position of a text; None where nobody looks.
+        read_as_one: Tokens that a method's own model reads in the time of one.
     """
 
     methods: Mapping[str, Method]
@@ -101,6 +102,7 @@ class World:
     together: bool = False
     prompt: int = 0
     confidence: Script | None = None
+    read_as_one: int = 16
 
     def luck(self, *key: object) -> float:
         digest = blake2b(repr((self.seed, *key)).encode(), digest_size=8).digest()
@@ -139,8 +141,8 @@ class World:
         return method.level * (texts if method.lookup else levels * max(1.0, texts / 16))
 
     def read_seconds(self, name: str, tokens: int) -> float:
-        """Time in which a method's own model reads tokens: up to 16 cost as much as one."""
-        return self.methods[name].level * max(1.0, tokens / 16)
+        """Time in which a method's own model reads tokens."""
+        return self.methods[name].level * max(1.0, tokens / self.read_as_one)
 
     def table(self) -> CostTable:
         """What a calibration would find."""

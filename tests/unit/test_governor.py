@@ -10,7 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from outrider.govern import acceptance, exploration, governor, shadows
-from outrider.govern.acceptance import AcceptanceModel, Counts
+from outrider.govern.acceptance import AcceptanceModel, Counts, Outlook
 from outrider.govern.choice import Chooser, DraftPlan, Option, Text
 from outrider.govern.costs import CostModel, CostTable, Curve, DraftWork, StepTimes, StepWork
 from outrider.govern.decision import Decision, MethodCandidate, Running
@@ -371,6 +371,85 @@ def test_costs_follow_what_is_observed() -> None:
     assert costs.step_seconds(1, 0) == pytest.approx(1.02, rel=0.1)
     assert costs.step_seconds(8, 0) == pytest.approx(2.02, rel=0.1)
     assert costs.draft_seconds("draft", 1, 3) == pytest.approx(0.3, rel=0.15)
+
+
+def test_a_draft_model_that_was_not_seen_is_as_late_as_the_target_is() -> None:
+    """A calibration on a busy machine makes both too dear, and else no draft would show it."""
+    costs = CostModel(CostTable({1: 1.0, 4: 1.0}, drafts={"draft": {1: 0.4, 8: 0.8}}), ["lookup"])
+    lookup = costs.draft_seconds("lookup", 1, 1)
+    for _ in range(20):
+        costs.observe(StepWork(1, 1, 0), StepTimes(0.0, 0.5, 0.02))
+    assert costs.draft_seconds("draft", 1, 2) == pytest.approx(0.4, rel=0.05)
+    assert costs.catch_up_seconds("draft", 8) == pytest.approx(0.4, rel=0.05)
+    assert costs.draft_seconds("lookup", 1, 1) == lookup, "it runs no model"
+    for _ in range(20):
+        costs.observe(StepWork(2, 1, 0, (DraftWork("draft", 1, 1),)), StepTimes(0.4, 0.5, 0.02))
+    assert costs.draft_seconds("draft", 1, 1) == pytest.approx(0.4, rel=0.05), "what was seen is believed"
+
+
+def test_a_text_begins_with_what_those_before_it_were_like() -> None:
+    """Of models alone, and of no other tenant's texts."""
+    model = AcceptanceModel({"draft": 0.6, "lookup": 0.6}, lookups=["lookup"])
+
+    def first(request: int, tenant: str, method: str = "draft") -> float:
+        model.begin(request, tenant)
+        return model.outlook(request, method).stands[0]
+
+    usual = first(0, "a")
+    model.finish(0)  # nobody looked at it
+    assert first(1, "a") == usual
+    model.observe_target(1, [0.95] * 40)
+    model.finish(1)
+    after_one = first(2, "a")
+    assert usual < after_one < 0.85
+    model.observe_target(2, [0.95] * 40)
+    model.finish(2)
+    assert after_one < first(3, "a") < 0.9
+    assert first(4, "b") == usual
+    assert first(5, "a", "lookup") == first(6, "b", "lookup")
+
+
+def test_the_reserve_is_for_plans_of_which_much_is_expected() -> None:
+    """Nothing may be tried any more, and a good draft goes on."""
+    costs = CostModel(CostTable({1: 1.0, 4: 1.5}, drafts={"draft": {1: 0.3}}))
+
+    def plan(stands: float, reserve: float, left: float = 0.01, lag: int = 0) -> DraftPlan:
+        budget = exploration.ExplorationBudget(1.0)
+        budget.spend(budget.left - left)
+        budget.reserve = reserve
+        option = Option("draft", Outlook([stands] * 4, [1.0] * 4), 3, lag, min(lag, 8))
+        return Chooser(costs, [Text(0, {"draft": option}, written=400)], 0, 3, budget).best()
+
+    assert plan(0.9, 3.0).rows
+    assert not plan(0.9, 0.3).rows
+    assert not plan(0.6, 3.0).rows, "little is expected of it"
+    assert plan(0.6, 0.0, left=3.0).rows
+    assert plan(0.9, 20.0, lag=50).rows
+    assert not plan(0.9, 5.0, lag=50).rows, "the text cannot be read to its end"
+
+
+def test_what_drafts_win_comes_into_the_reserve() -> None:
+    budget = exploration.ExplorationBudget(0.1)
+    assert budget.reserve == 0.0
+    budget.lend(0.5, 0.1)
+    budget.lend(0.3, 0.1)
+    assert budget.reserve == 0.5
+    work = StepWork(4, 1, 0, (DraftWork("draft", 1, 3),))
+    costs = CostModel(CostTable({1: 0.1, 4: 0.4}, drafts={"draft": {1: 0.05}}))
+    longer, left = costs.most_longer(work), budget.left
+    assert left < longer < left + 0.5
+    assert not budget.begin_step(work, costs)
+    assert budget.reserve == 0.5
+    assert budget.begin_step(work, costs, promises_much=True)
+    assert budget.reserve == pytest.approx(0.5 - (longer - budget.most), abs=0.01)
+    assert budget.left == pytest.approx(0.0, abs=1e-9)
+    budget.win(3)
+    assert budget.left == pytest.approx(0.3, abs=0.02)
+    for _ in range(20):
+        budget.spend(-0.3)
+        budget.earn(0.1, 0.1)
+    assert budget.left == budget.most
+    assert budget.reserve == pytest.approx(1.2), "it holds no more than twelve plain steps"
 
 
 def test_one_pause_of_the_machine_changes_little() -> None:

@@ -172,6 +172,9 @@ _LEAST, _MOST = 0.03, 0.97
 _SLOPE = 0.8
 #: Tokens that confidence looks back on, and as how many it weighs that the text is a usual one. Shows there, too.
 _CONFIDENCE_MEMORY, _USUAL_WEIGHT = 16.0, 2.0
+#: The mean over a usual text before any of a tenant has ended, as how many texts that weighs, and the texts that are
+#: remembered. Shows in test_a_text_begins_with_what_those_before_it_were_like.
+_USUAL_MEAN, _USUAL_TEXTS, _TEXTS_MEMORY = 1.0 / (1.0 + exp(-USUAL_CONFIDENCE)), 1.0, 12.0
 #: Means between which confidence says something: real targets were that sure of the answers that were measured.
 _LEAST_SURE, _MOST_SURE = 0.25, 0.995
 
@@ -226,23 +229,32 @@ class Confidence:
 
     A draft model agrees with the target where the target is sure. So before anything was drafted for a text, its confidence
     says how the text differs from those that were drafted for, and it costs no pass.
+
+    Args:
+        usual: The mean over a usual text, with which it begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, usual: float = _USUAL_MEAN) -> None:
         self._weight = _USUAL_WEIGHT
-        self._sum = _USUAL_WEIGHT / (1.0 + exp(-USUAL_CONFIDENCE))
+        self._sum = _USUAL_WEIGHT * usual
+        self.was_seen = False
 
     def add(self, chances: Sequence[float]) -> None:
         """The most likely tokens at further places of the text had these probabilities."""
         keep = 1.0 - 1.0 / _CONFIDENCE_MEMORY
         for chance in chances:
             self._sum, self._weight = keep * self._sum + chance, keep * self._weight + 1.0
+            self.was_seen = True
+
+    @property
+    def mean(self) -> float:
+        """The mean, between the bounds of what real targets show."""
+        return min(max(self._sum / self._weight, _LEAST_SURE), _MOST_SURE)
 
     @property
     def log_odds(self) -> float:
         """Log odds of the mean, in steps of a tenth, since what is computed from them is kept."""
-        mean = min(max(self._sum / self._weight, _LEAST_SURE), _MOST_SURE)
-        return round(log(mean / (1.0 - mean)), 1)
+        return round(log(self.mean / (1.0 - self.mean)), 1)
 
 
 @dataclass
@@ -317,11 +329,12 @@ class AcceptanceModel:
         self._tenants: dict[int, Hashable] = {}
         self._priors_of: dict[tuple[Hashable, str], tuple[object, Outlook]] = {}
         self._confidence: dict[int, Confidence] = {}
+        self._usual: dict[Hashable, tuple[float, float]] = {}  # by tenant, a mean over texts, and as how many it weighs
 
     def begin(self, request: int, tenant: Hashable) -> None:
         """A request of a tenant will be drafted for."""
         self._own[request], self._tenants[request] = {}, tenant
-        self._confidence[request] = Confidence()
+        self._confidence[request] = Confidence(self._usual.get(tenant, (_USUAL_MEAN, 0.0))[0])
 
     def observe_target(self, request: int, chances: Sequence[float]) -> None:
         """The target's most likely tokens at further places of a text had these probabilities."""
@@ -330,8 +343,13 @@ class AcceptanceModel:
     def finish(self, request: int) -> None:
         """A request has ended; what its tenant and all learnt from it stays."""
         self._own.pop(request, None)
-        self._tenants.pop(request, None)
-        self._confidence.pop(request, None)
+        tenant, confidence = self._tenants.pop(request, None), self._confidence.pop(request, None)
+        if confidence is not None and confidence.was_seen:
+            usual, weight = self._usual.pop(tenant, (_USUAL_MEAN, _USUAL_TEXTS))
+            weight = min(weight + 1.0, _TEXTS_MEMORY)
+            self._usual[tenant] = usual + (confidence.mean - usual) / weight, weight
+            if len(self._usual) > _MOST_SCOPES:
+                del self._usual[next(iter(self._usual))]
 
     def outlook(self, request: int, method: str, *, steady: bool = False) -> Outlook:
         """The outlook of a method; with `steady` from a long memory, which a change of text hardly moves."""

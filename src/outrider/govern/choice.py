@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from outrider.govern.acceptance import Outlook
 from outrider.govern.costs import CostModel
+from outrider.govern.exploration import SecondsBucket
 
 #: A row that the text comes to less often is not worth being looked at. Shows in benchmarks.governor at batch 32, where
 #: planning takes time.
@@ -24,6 +25,9 @@ _LOOKS_EVERY = 4
 #: By which factor several methods together must be expected to beat each of them. The best of several guesses is mostly one
 #: that was guessed too high, and methods by themselves are known better. Shows in benchmarks.members, the choices.
 _JOINED = 1.05
+#: By which factor a plan must be expected to beat plain decoding so that it may use the reserve. Shows in
+#: test_it_keeps_its_promise_where_drafts_read_slowly.
+MUCH = 1.15
 #: Steps over which what a late start costs is spread at least. A text that has gone on for longer is expected to go on for
 #: as long again. Shows in test_it_gains_where_a_draft_reads_the_prompt_first.
 _HORIZON = 48.0
@@ -68,6 +72,22 @@ class Text:
     options: Mapping[str, Option]  # the methods that may draft for it, by name
     worth: float = 1.0  # of each of its tokens; 1 on average over the batch
     written: int = 0  # tokens of its output
+    to_write: int | None = None  # tokens that it may still write; None where there is no bound
+
+    @property
+    def horizon(self) -> float:
+        """Steps over which what a late start costs is spread."""
+        steps = max(_HORIZON, self.written)
+        return steps if self.to_write is None else min(steps, max(self.to_write, 1))
+
+    def unread_seconds(self, costs: CostModel) -> float:
+        """Time in which the model that has the least to read comes to the end of the text; 0 without such a model."""
+        unread = [
+            sum(costs.reading_seconds(each.method, each.lag) for each in option.readings)
+            for option in self.options.values()
+            if any(each.reads for each in option.readings)
+        ]
+        return min(unread, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -100,19 +120,22 @@ class _Filling:
     drafting: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
     late: float = 0.0  # seconds a step for models that must read texts first
     reading: float = 0.0  # seconds of reading in the step to come
+    unread: float = 0.0  # seconds of reading in all
 
 
 class Chooser:
     """Finds the plan of most tokens a second for one batch, of texts with `context` tokens all together.
 
-    All may have `max_rows` draft rows together. The step may take `may_lose` seconds longer than a plain one, should no
-    draft token stand.
+    All may have `max_rows` draft rows together. `budget` says by how much the step may be longer than a plain one, should
+    no draft token stand; None sets no limit.
     """
 
-    def __init__(self, costs: CostModel, texts: Sequence[Text], context: int, max_rows: int, may_lose: float = inf) -> None:
+    def __init__(
+        self, costs: CostModel, texts: Sequence[Text], context: int, max_rows: int, budget: SecondsBucket | None = None
+    ) -> None:
         self._costs = costs
         self._texts = texts
-        self._may_lose = may_lose
+        self._may_lose, self._reserve = (inf, inf) if budget is None else (budget.left, budget.reserve)
         self.limited = False  # whether a plan was left out since it might have lost more
         most = sum(max((o.longest for o in text.options.values()), default=0) for text in texts)
         self._max_rows = min(max_rows, most)
@@ -222,8 +245,9 @@ class Chooser:
         if place == 0:
             filling.texts[name] = filling.texts.get(name, 0) + 1
             for reading in option.readings:
-                filling.late += self._costs.catch_up_seconds(reading.method, reading.lag) / max(_HORIZON, text.written)
+                filling.late += self._costs.catch_up_seconds(reading.method, reading.lag) / text.horizon
                 filling.reading += self._costs.reading_seconds(reading.method, reading.reads)
+                filling.unread += self._costs.reading_seconds(reading.method, reading.lag) if reading.reads else 0.0
         return reach
 
     def _better(self, found: DraftPlan, options: Sequence[Option | None]) -> DraftPlan:
@@ -246,7 +270,10 @@ class Chooser:
         return seconds
 
     def _may(self, filling: _Filling) -> bool:
-        allowed = self._most_lost(filling) <= self._may_lose
+        beyond = self._most_lost(filling) - self._may_lose
+        allowed = beyond <= 0.0
+        if not allowed and beyond + filling.unread - filling.reading <= self._reserve:
+            allowed = filling.tokens / self._seconds(filling) >= MUCH * len(self._texts) / self._plain
         self.limited |= not allowed
         return allowed
 

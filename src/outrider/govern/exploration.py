@@ -13,6 +13,10 @@ from outrider.govern.costs import CostModel, StepTimes, StepWork
 # A hundredth of the time is earned, and little of it is saved up. What a step costs beyond a plain one is paid for
 # before it begins, as if no draft token stood. What its tokens would have taken plainly comes back afterwards. So in
 # any stretch of time the loss is at most what was saved up and a hundredth of the stretch.
+#
+# Drafts that pay lose now and then, too, and several in a row would use up what trials may cost. So what drafts win beyond
+# it is kept as a reserve, for steps of which much is expected. A model that must read a text before it drafts for it takes
+# more at once than a trial may: the reserve begins with as much as that takes.
 
 
 #: The share of the time that speculation may lose, and the seconds of it that are saved up. Shows in
@@ -20,6 +24,8 @@ from outrider.govern.costs import CostModel, StepTimes, StepWork
 SHARE, MOST_SAVED = 0.01, 0.24
 #: The share of a plain step that is saved up where this is more. Shows in test_it_gains_where_there_is_something_to_gain.
 _OF_PLAIN = 2.4
+#: Plain steps whose time the reserve holds at most. Shows in test_it_gains_where_a_draft_reads_slowly.
+_RESERVE = 12.0
 #: The share of what may be saved up that may be owed. Shows in test_a_pause_of_the_machine_is_forgotten_within_seconds.
 _MOST_OWED = 1 / 3
 
@@ -33,6 +39,7 @@ class SecondsBucket:
     def __init__(self, plain: float) -> None:
         self.most = max(MOST_SAVED, _OF_PLAIN * plain)
         self._saved, self._spent = self.most, 0.0
+        self.reserve = self._lent = 0.0
 
     @property
     def left(self) -> float:
@@ -47,11 +54,24 @@ class SecondsBucket:
         """So much is lost by the step under way or beside it, or won where it is negative."""
         self._spent += seconds
 
+    def lend(self, reading: float, plain: float) -> None:
+        """Models would have to read for so many seconds before they draft, beside plain steps of so many. The reserve has
+        as much, once."""
+        more = max(0.0, min(reading, _RESERVE * plain) - self._lent)
+        self.reserve, self._lent = self.reserve + more, self._lent + more
+
+    def draw(self, seconds: float) -> None:
+        """Take so much of the reserve for the step to come."""
+        self.reserve -= seconds
+        self._spent -= seconds
+
     def earn(self, seconds: float, plain: float) -> None:
         """A step of so many seconds has ended, which would have taken so many plainly. No more is owed than a third of what
         may be saved up: where the machine paused in a trial, drafts are tried again within seconds."""
         self.most = max(MOST_SAVED, _OF_PLAIN * plain)
-        self._saved, self._spent = max(min(self.left + SHARE * seconds, self.most), -_MOST_OWED * self.most), 0.0
+        left = self.left + SHARE * seconds
+        self.reserve = min(self.reserve + max(left - self.most, 0.0), max(self.reserve, _RESERVE * plain))
+        self._saved, self._spent = max(min(left, self.most), -_MOST_OWED * self.most), 0.0
 
 
 # --- Pays for steps from what trials may cost: before they begin as if no draft token stood, and afterwards what they took.
@@ -78,12 +98,15 @@ class ExplorationBudget(SecondsBucket):
         """True if nothing may be lost."""
         return self.left <= 0.0
 
-    def begin_step(self, work: StepWork, costs: CostModel) -> bool:
-        """Pay for a step as if no draft token stood; returns whether it may cost so much. If not, it is plain."""
+    def begin_step(self, work: StepWork, costs: CostModel, *, promises_much: bool = False) -> bool:
+        """Pay for a step as if no draft token stood, where much is expected of it with the reserve; returns whether it may
+        cost so much. If not, it is plain."""
         if self._open is not None:
             self.earn(self._open.plain + self._open.longer, self._open.plain)
         plain = costs.step_seconds(work.texts, work.context)
         longer = costs.most_longer(work)
+        if promises_much and self.left < longer <= self.left + self.reserve:
+            self.draw(longer - self.left)
         if not self.affords(longer):
             self._open = _OpenStep(replace(work, rows=work.plain_rows, drafts=()), plain)
             return False

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from outrider.govern.acceptance import AcceptanceModel, Outlook
-from outrider.govern.choice import Chooser, DraftPlan, Option, Text, UnreadTokens
+from outrider.govern.choice import MUCH, Chooser, DraftPlan, Option, Text, UnreadTokens
 from outrider.govern.costs import CostModel, CostTable, StepTimes, StepWork
 from outrider.govern.decision import (
     Decision,
@@ -124,7 +124,7 @@ class Governor:
         measuring = bool(free) and self._is_time_for_plain(len(running) + sum(each.forced for each in running))
         decisions = {each.request: self._decision(each, measuring=measuring) for each in running}
         work = most_work(self.candidates, running, decisions, self._read_at_once)
-        if not self._exploration.begin_step(work, self._here.costs):
+        if not self._exploration.begin_step(work, self._here.costs, promises_much=self._here.gain >= MUCH):
             self._changed = True  # another plan may cost less
             decisions = {request: _saving(decision) for request, decision in decisions.items()}
         for decision in decisions.values():
@@ -154,11 +154,20 @@ class Governor:
         self._outlooks.clear()
         self._worths = self._places.worths(running, here.costs, here.speed)
         texts = [
-            Text(each.request, self._options(each, steady=steady), self._worths[each.request], each.written)
+            Text(
+                each.request,
+                self._options(each, steady=steady),
+                self._worths[each.request],
+                each.written,
+                each.to_write,
+            )
             for each in free
         ]
+        unread = sum(text.unread_seconds(here.costs) for text in texts)
+        if unread > 0.0:
+            self._exploration.lend(unread, here.costs.step_seconds(len(running), 0))
         texts += [Text(each.request, {}) for each in running if each.longest <= 0 or not each.methods]
-        chooser = Chooser(here.costs, texts, sum(each.context for each in running), self._max_rows, self._exploration.left)
+        chooser = Chooser(here.costs, texts, sum(each.context for each in running), self._max_rows, self._exploration)
         plain, best = chooser.plain(), chooser.best()
         doubt = here.costs.uncertainty(len(running) + sum(rows for _, rows in best.rows.values()), len(running))
         least = (

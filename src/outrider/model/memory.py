@@ -195,8 +195,8 @@ class PassTimer:
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 #: Rounds over all sizes; the fastest pass of each counts, since whatever disturbs one makes it longer.
 _ROUNDS = 5
-#: Seconds after which no further round begins.
-_PATIENCE = 5.0
+#: Seconds after which further rounds time only the first sizes, those of most drafts.
+_PATIENCE, _FIRST_SIZES = 5.0, 5
 #: Tokens of the context behind which a row is timed, and seconds that reading it may take.
 _CONTEXT, _READING = 1024, 3.0
 
@@ -214,9 +214,8 @@ def measure_passes(runner: ModelRunner) -> dict[int, float]:
     timer.seconds(0, sizes[-1], logits=True)  # the first pass also makes what later ones find made
     found = dict.fromkeys(sizes, float("inf"))
     for turn in range(_ROUNDS):
-        if turn and perf_counter() - begun > _PATIENCE:
-            break
-        for size in sizes:
+        is_late = turn > 0 and perf_counter() - begun > _PATIENCE
+        for size in sizes[:_FIRST_SIZES] if is_late else sizes:
             found[size] = min(found[size], timer.seconds(0, size, logits=True))
     return found
 
