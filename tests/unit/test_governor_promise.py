@@ -28,7 +28,7 @@ from tests.unit.test_governor_worlds import at_random
 
 PROMISE = 0.98
 #: Some worlds, and two in which trials without a limit break the promise.
-SEEDS = (*range(100, 111), 132, 158)
+SEEDS = (*range(100, 111), 228, 236)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 #: How much longer a row makes a pass, in passes of one row.
 SLOPES: dict[str, Callable[[random.Random], float]] = {
@@ -276,7 +276,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_break_the_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
-    assert not all(keeps_its_promise(seed, drawn(seed).run()) for seed in SEEDS)
+    assert not all(keeps_its_promise(seed, drawn(seed).run()) for seed in reversed(SEEDS))
 
 
 def test_a_purse_that_earns_too_much_breaks_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ _LOOKS_EVERY = 4
 #: that was guessed too high, and methods by themselves are known better. Shows in benchmarks.members, the choices.
 _JOINED = 1.05
 #: By which factor a plan must be expected to beat plain decoding so that it may use the reserve. Shows in
-#: test_it_keeps_its_promise_where_drafts_read_slowly.
+#: test_the_reserve_is_for_plans_of_which_much_is_expected.
 MUCH = 1.15
 #: Steps over which what a late start costs is spread at least. A text that has gone on for longer is expected to go on for
 #: as long again. Shows in test_it_gains_where_a_draft_reads_the_prompt_first.

@@ -285,14 +285,13 @@ class CostModel:
         """Time in which it reads so many tokens beyond that of the first pass of a draft, which reads a few as it is."""
         return max(0.0, self.catch_up_seconds(method, rows) - self.catch_up_seconds(method, 1))
 
-    def catching_up_seconds(self, work: StepWork) -> float:
-        """Time in which methods read what no draft has read, in a step."""
-        return sum(self.reading_seconds(each.method, each.rows) for each in work.drafts)
-
     def work_seconds(self, work: StepWork) -> float:
         """Time of a step with its drafts."""
-        drafts = sum(self.draft_seconds(each.method, each.texts, each.levels) for each in work.drafts)
-        return self.step_seconds(work.rows, work.context) + drafts + self.catching_up_seconds(work)
+        drafts = [
+            self.draft_seconds(each.method, each.texts, each.levels) + self.reading_seconds(each.method, each.rows)
+            for each in work.drafts
+        ]
+        return self.step_seconds(work.rows, work.context) + sum(drafts)
 
     def most_longer(self, work: StepWork) -> float:
         """Seconds by which a step is longer than a plain one of the same texts, as far as times are certain."""
