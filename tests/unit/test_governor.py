@@ -373,20 +373,6 @@ def test_costs_follow_what_is_observed() -> None:
     assert costs.draft_seconds("draft", 1, 3) == pytest.approx(0.3, rel=0.15)
 
 
-def test_a_draft_model_that_was_not_seen_is_as_late_as_the_target_is() -> None:
-    """A calibration on a busy machine makes both too dear, and else no draft would show it."""
-    costs = CostModel(CostTable({1: 1.0, 4: 1.0}, drafts={"draft": {1: 0.4, 8: 0.8}}), ["lookup"])
-    lookup = costs.draft_seconds("lookup", 1, 1)
-    for _ in range(20):
-        costs.observe(StepWork(1, 1, 0), StepTimes(0.0, 0.5, 0.02))
-    assert costs.draft_seconds("draft", 1, 2) == pytest.approx(0.4, rel=0.05)
-    assert costs.catch_up_seconds("draft", 8) == pytest.approx(0.4, rel=0.05)
-    assert costs.draft_seconds("lookup", 1, 1) == lookup, "it runs no model"
-    for _ in range(20):
-        costs.observe(StepWork(2, 1, 0, (DraftWork("draft", 1, 1),)), StepTimes(0.4, 0.5, 0.02))
-    assert costs.draft_seconds("draft", 1, 1) == pytest.approx(0.4, rel=0.05), "what was seen is believed"
-
-
 def test_a_text_begins_with_what_those_before_it_were_like() -> None:
     """Of models alone, and of no other tenant's texts."""
     model = AcceptanceModel({"draft": 0.6, "lookup": 0.6}, lookups=["lookup"])

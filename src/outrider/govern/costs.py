@@ -131,16 +131,6 @@ class Curve:
         self._spread = _SPREAD
         self._far, self._far_weight, self._step = 1.0, 0.0, 0
 
-    @property
-    def drift(self) -> float:
-        """Returns by which factor passes of any number of rows took longer than was calibrated; 1 where none was seen."""
-        return self._far
-
-    @property
-    def was_seen(self) -> bool:
-        """True if a pass was observed."""
-        return self._far_weight > 0.0
-
     def base(self, rows: float) -> float:
         """Returns the calibrated time: on a line between two points, and beyond the last as many times as long as there are
         more rows."""
@@ -275,11 +265,11 @@ class CostModel:
         """Time in which a method drafts so many tokens for each of so many texts."""
         if not texts or not levels:
             return 0.0
-        return self._draft_pass(method, texts) * (1 if method in self._in_one_pass else levels)
+        return self._curve(method).seconds(texts) * (1 if method in self._in_one_pass else levels)
 
     def catch_up_seconds(self, method: str, rows: int) -> float:
         """Time in which a method's own model reads so many tokens."""
-        return 0.0 if method in self._lookups or rows <= 0 else self._draft_pass(method, rows)
+        return 0.0 if method in self._lookups or rows <= 0 else self._curve(method).seconds(rows)
 
     def reading_seconds(self, method: str, rows: int) -> float:
         """Time in which it reads so many tokens beyond that of the first pass of a draft, which reads a few as it is."""
@@ -336,13 +326,6 @@ class CostModel:
         """Let a few observations outweigh all earlier ones."""
         for curve in (self.passes, self.host, *self._drafts.values()):
             curve.doubt()
-
-    def _draft_pass(self, method: str, rows: int) -> float:
-        """Time of a pass of a method. Until one was seen, what made the target's passes slower or faster than they were
-        calibrated is taken to make these so, too."""
-        curve = self._curve(method)
-        drift = 1.0 if curve.was_seen or method in self._lookups else self.passes.drift
-        return curve.seconds(rows) * drift
 
     def _curve(self, method: str) -> Curve:
         if method not in self._drafts:

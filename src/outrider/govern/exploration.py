@@ -14,8 +14,8 @@ from outrider.govern.costs import CostModel, StepTimes, StepWork
 # before it begins, as if no draft token stood. What its tokens would have taken plainly comes back afterwards. So in
 # any stretch of time the loss is at most what was saved up and a hundredth of the stretch.
 #
-# Drafts that pay lose now and then, too, and several in a row would use up what trials may cost. So what drafts win beyond
-# it is kept as a reserve, for steps of which much is expected. A model that must read a text before it drafts for it takes
+# Drafts that pay lose now and then, too, and several in a row would use up what trials may cost. So half of what drafts win
+# beyond it is kept as a reserve, for steps of which much is expected. A model that must read a text before it drafts for it takes
 # more at once than a trial may: the reserve begins with as much as that takes.
 
 
@@ -24,8 +24,10 @@ from outrider.govern.costs import CostModel, StepTimes, StepWork
 SHARE, MOST_SAVED = 0.01, 0.24
 #: The share of a plain step that is saved up where this is more. Shows in test_it_gains_where_there_is_something_to_gain.
 _OF_PLAIN = 2.4
-#: Plain steps whose time the reserve holds at most. Shows in test_it_gains_where_a_draft_reads_slowly.
-_RESERVE = 12.0
+#: Plain steps whose time the reserve holds at most, and the share of what drafts win that comes into it: they may lose it
+#: again where a text changes. Shows in test_it_gains_where_a_draft_reads_slowly, and in
+#: test_it_gains_where_there_is_something_to_gain.
+_RESERVE, _OF_GAINS = 12.0, 0.5
 #: The share of what may be saved up that may be owed. Shows in test_a_pause_of_the_machine_is_forgotten_within_seconds.
 _MOST_OWED = 1 / 3
 
@@ -70,7 +72,7 @@ class SecondsBucket:
         may be saved up: where the machine paused in a trial, drafts are tried again within seconds."""
         self.most = max(MOST_SAVED, _OF_PLAIN * plain)
         left = self.left + SHARE * seconds
-        self.reserve = min(self.reserve + max(left - self.most, 0.0), max(self.reserve, _RESERVE * plain))
+        self.reserve = min(self.reserve + _OF_GAINS * max(left - self.most, 0.0), max(self.reserve, _RESERVE * plain))
         self._saved, self._spent = max(min(left, self.most), -_MOST_OWED * self.most), 0.0
 
 
