@@ -15,8 +15,8 @@ from outrider.govern.costs import CostModel, StepTimes, StepWork
 # any stretch of time the loss is at most what was saved up and a hundredth of the stretch.
 #
 # Drafts that pay lose now and then, too, and several in a row would use up what trials may cost. So half of what drafts win
-# beyond it is kept as a reserve, for steps of which much is expected. A model that must read a text before it drafts for it takes
-# more at once than a trial may: the reserve begins with as much as that takes.
+# beyond it is kept as a reserve, for steps of which much is expected. A model that must read a text before it drafts for it
+# takes more at once than a trial may: the reserve begins with as much as that takes.
 
 
 #: The share of the time that speculation may lose, and the seconds of it that are saved up. Shows in
