@@ -14,7 +14,7 @@ import torch
 from outrider import LLM, SamplingParams
 from outrider.engine.drafting import choosing
 from outrider.errors import InputError
-from outrider.govern.costs import CostTable, StepTimes, StepWork
+from outrider.govern.costs import CostModel, CostTable, StepTimes, StepWork
 from outrider.govern.decision import Decision
 from outrider.govern.exploration import ExplorationBudget
 from outrider.govern.governor import HOLDS, Governor
@@ -95,9 +95,9 @@ def test_the_time_of_a_draft_model_that_drafts_with_the_rows_of_a_lookup_is_its_
         works.append(work)
         observe(self, work, times)
 
-    def note_plan(self: ExplorationBudget, work: StepWork, *others: Any) -> bool:
+    def note_plan(self: ExplorationBudget, work: StepWork, costs: CostModel, *, promises_much: bool) -> bool:
         planned.append(work)
-        return begin(self, work, *others)
+        return begin(self, work, costs, promises_much=promises_much)
 
     monkeypatch.setattr(Governor, "observe_step", note)
     monkeypatch.setattr(ExplorationBudget, "begin_step", note_plan)
