@@ -78,8 +78,8 @@ class Fault:
 def in_verification(fault: Fault, patch: pytest.MonkeyPatch, llm: LLM) -> None:
     stock, engine = Verifier.verify, llm.engine
 
-    def verify(self: Verifier, candidates: Any, logits: Any) -> Any:
-        found = stock(self, candidates, logits)  # all coins have fallen
+    def verify(self: Verifier, candidates: Any, *rows: Any) -> Any:
+        found = stock(self, candidates, *rows)  # all coins have fallen
         for candidate in candidates:
             for seq in engine.scheduler.running:
                 if seq.seq_id == candidate.keys.owner:
@@ -199,11 +199,11 @@ def test_a_key_that_is_used_twice_is_not_forgiven(llm: LLM, monkeypatch: pytest.
     stock = Verifier.verify
     marked = llm.encode(PROMPTS[MARKED])
 
-    def twice(self: Verifier, candidates: Any, logits: Any) -> Any:
-        found = stock(self, candidates, logits)
+    def twice(self: Verifier, candidates: Any, *rows: Any) -> Any:
+        found = stock(self, candidates, *rows)
         for seq in llm.engine.scheduler.running:
             if seq.request.prompt_token_ids == marked and any(c.keys.owner == seq.seq_id for c in candidates):
-                stock(self, [c for c in candidates if c.keys.owner == seq.seq_id], logits)
+                stock(self, [c for c in candidates if c.keys.owner == seq.seq_id], *rows)
         return found
 
     engine = llm.engine
