@@ -172,9 +172,9 @@ _LEAST, _MOST = 0.03, 0.97
 _SLOPE = 0.8
 #: Tokens that confidence looks back on, and as how many it weighs that the text is a usual one. Shows there, too.
 _CONFIDENCE_MEMORY, _USUAL_WEIGHT = 16.0, 2.0
-#: The mean over a usual text before any of a tenant has ended, as how many texts that weighs, and the texts that are
-#: remembered. Shows in test_a_text_begins_with_what_those_before_it_were_like.
-_USUAL_MEAN, _USUAL_TEXTS, _TEXTS_MEMORY = 1.0 / (1.0 + exp(-USUAL_CONFIDENCE)), 1.0, 12.0
+#: The mean over a usual text before any of a tenant has ended, and as how many texts that weighs; then the texts of a
+#: tenant that are remembered. Shows in test_a_text_begins_with_what_those_before_it_were_like.
+_USUAL, _TEXTS_MEMORY = (1.0 / (1.0 + exp(-USUAL_CONFIDENCE)), 1.0), 12.0
 #: Means between which confidence says something: real targets were that sure of the answers that were measured.
 _LEAST_SURE, _MOST_SURE = 0.25, 0.995
 
@@ -234,7 +234,7 @@ class Confidence:
         usual: The mean over a usual text, with which it begins.
     """
 
-    def __init__(self, usual: float = _USUAL_MEAN) -> None:
+    def __init__(self, usual: float = _USUAL[0]) -> None:
         self._weight = _USUAL_WEIGHT
         self._sum = _USUAL_WEIGHT * usual
         self.was_seen = False
@@ -334,7 +334,7 @@ class AcceptanceModel:
     def begin(self, request: int, tenant: Hashable) -> None:
         """A request of a tenant will be drafted for."""
         self._own[request], self._tenants[request] = {}, tenant
-        self._confidence[request] = Confidence(self._usual.get(tenant, (_USUAL_MEAN, 0.0))[0])
+        self._confidence[request] = Confidence(self._usual.get(tenant, _USUAL)[0])
 
     def observe_target(self, request: int, chances: Sequence[float]) -> None:
         """The target's most likely tokens at further places of a text had these probabilities."""
@@ -345,7 +345,7 @@ class AcceptanceModel:
         self._own.pop(request, None)
         tenant, confidence = self._tenants.pop(request, None), self._confidence.pop(request, None)
         if confidence is not None and confidence.was_seen:
-            usual, weight = self._usual.pop(tenant, (_USUAL_MEAN, _USUAL_TEXTS))
+            usual, weight = self._usual.pop(tenant, _USUAL)
             weight = min(weight + 1.0, _TEXTS_MEMORY)
             self._usual[tenant] = usual + (confidence.mean - usual) / weight, weight
             if len(self._usual) > _MOST_SCOPES:

@@ -63,6 +63,10 @@ class Option:
         """The methods that draft, and how many tokens each of them does, where so many rows are granted."""
         return self.levels[rows - 1] if self.levels else ((self.method, rows),)
 
+    def unread_seconds(self, costs: CostModel) -> float:
+        """Time in which its models read all that no draft has read."""
+        return sum(costs.reading_seconds(each.method, each.lag) for each in self.readings if each.reads)
+
 
 @dataclass(frozen=True)
 class Text:
@@ -81,13 +85,10 @@ class Text:
         return steps if self.to_write is None else min(steps, max(self.to_write, 1))
 
     def unread_seconds(self, costs: CostModel) -> float:
-        """Time in which the model that has the least to read comes to the end of the text; 0 without such a model."""
-        unread = [
-            sum(costs.reading_seconds(each.method, each.lag) for each in option.readings)
-            for option in self.options.values()
-            if any(each.reads for each in option.readings)
-        ]
-        return min(unread, default=0.0)
+        """Time in which a method whose model has not read the text comes to its end, of several the shortest; 0 without
+        such a method."""
+        unread = [option.unread_seconds(costs) for option in self.options.values()]
+        return min(filter(None, unread), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -244,10 +245,10 @@ class Chooser:
             filling.levels[name], filling.drafting[name] = place + 1, option.drafting(place + 1)
         if place == 0:
             filling.texts[name] = filling.texts.get(name, 0) + 1
+            filling.unread += option.unread_seconds(self._costs)
             for reading in option.readings:
                 filling.late += self._costs.catch_up_seconds(reading.method, reading.lag) / text.horizon
                 filling.reading += self._costs.reading_seconds(reading.method, reading.reads)
-                filling.unread += self._costs.reading_seconds(reading.method, reading.lag) if reading.reads else 0.0
         return reach
 
     def _better(self, found: DraftPlan, options: Sequence[Option | None]) -> DraftPlan:
