@@ -19,10 +19,9 @@ def learnt(chance: float, drafts: int = 400) -> Experience:
     model, rng = AcceptanceModel({"draft": 0.6}), random.Random(1)
     model.begin(0, None)
     for _ in range(drafts):
-        model.observe_offer(0, "draft", 5, 5)
         fates = [float(rng.random() < chance) for _ in range(5)]
         tried = fates.index(0.0) + 1 if 0.0 in fates else 5
-        model.observe(0, "draft", fates[:tried], 1.0 + sum(fates[:tried]))
+        model.observe(0, "draft", fates[:tried], 1.0 + sum(fates[:tried]), asked=5, offered=5)
     return model.learnt("draft")
 
 

@@ -388,28 +388,37 @@ class AcceptanceModel:
             known = self._priors_of[tenant, method] = by, Outlook(stands, exists, confidence)
         return known
 
-    def observe(self, request: int, method: str, scores: Sequence[float], tokens: float = 1.0) -> bool:
+    def observe(
+        self,
+        request: int,
+        method: str,
+        scores: Sequence[float],
+        tokens: float = 1.0,
+        *,
+        asked: int = 0,
+        offered: int = 0,
+    ) -> bool:
         """Count the outcome of a draft, or of a shadow of one, by which the text gained so many tokens. The scores are 1 or
-        0 for each position that was tried, in order, or the chance with which it would have stood. Returns whether the text
-        seems to have changed."""
-        if not scores or request not in self._own:
+        0 for each position that was tried, in order, or the chance with which it would have stood. The method was asked for
+        so many tokens and offered so many; for none where that says nothing of it. Returns whether the text seems to have
+        changed."""
+        if not (scores or asked) or request not in self._own:
             return False
-        expected = self.outlook(request, method).stands
+        expected = self.outlook(request, method)  # once for both, since each count makes it another
         own, confidence = self._own_of(request, method), self._confidence[request].log_odds
-        for known in self._all_of(request, method):
-            known.stands.add(scores, tokens, confidence)
-        own.last.append((scores, tokens, confidence))
-        return self._is_surprised(own, expected, scores)
-
-    def observe_offer(self, request: int, method: str, asked: int, offered: int) -> None:
-        """A method was asked for so many tokens, and offered so many."""
-        if request in self._own and asked:
-            own = self._own_of(request, method)
-            own.offers.add(self.outlook(request, method).exists[0], 1.0 if offered else 0.0)
+        scopes = self._all_of(request, method)
+        if asked:
+            own.offers.add(expected.exists[0], 1.0 if offered else 0.0)
             if own.offers.taken():
                 own.recent.exists.fade(0.02)
-            for known in self._all_of(request, method):
+            for known in scopes:
                 known.exists.add([1.0 if place < offered else 0.0 for place in range(asked)])
+        if not scores:
+            return False
+        for known in scopes:
+            known.stands.add(scores, tokens, confidence)
+        own.last.append((scores, tokens, confidence))
+        return self._is_surprised(own, expected.stands, scores)
 
     def learnt(self, method: str) -> Experience:
         """The experience of all requests with a method, and that of earlier processes."""

@@ -310,9 +310,10 @@ class Governor:
 
     def _observe_member(self, request: int, draft: MemberDraft, tokens: float) -> None:
         candidate = self.candidates[draft.member]
-        if candidate.lookup or candidate.ends_drafts or not draft.offered:
-            self.acceptance.observe_offer(request, draft.member, draft.asked, draft.offered)
-        self._changed |= self.acceptance.observe(request, draft.member, draft.scores, tokens)
+        tells = candidate.lookup or candidate.ends_drafts or not draft.offered
+        self._changed |= self.acceptance.observe(
+            request, draft.member, draft.scores, tokens, asked=draft.asked if tells else 0, offered=draft.offered
+        )
 
     def observe_overlaps(self, request: int, method: str, overlaps: Sequence[float]) -> None:
         """Scores of an idle method on committed text: for each token, the chance that a draft of it alone would have stood.
