@@ -23,6 +23,8 @@ BIN    := $(VENV)/bin
 LIGHT  := $(VENV)/.installed-light
 STAMP  := $(VENV)/.installed
 LINT   := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+# The kernels of this folder are compiled for this machine alone: those for all machines take longer (hatch_build.py).
+HERE   := OUTRIDER_COMPILE_FOR=here
 # A thread each: more would spin. Three workers keep two cores busy while one of them waits for a server or a browser.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
@@ -90,14 +92,14 @@ BUILT  := pyproject.toml constraints.txt hatch_build.py $(wildcard $(NATIVE)/*.[
 $(LIGHT): $(BUILT)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-compile -e .
+	$(HERE) $(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-compile -e .
 	$(COMPILE)
 	touch $@
 
 $(STAMP): $(BUILT)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-compile -e '.[dev]'
+	$(HERE) $(BIN)/python -m pip install --quiet $(PIP_FLAGS) -c constraints.txt --no-compile -e '.[dev]'
 	$(COMPILE)
 	touch $(LIGHT) $@
 

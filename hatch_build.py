@@ -45,6 +45,16 @@ ARM_SETS = {
 }
 
 
+#: The flags of Linux by which a machine runs a set.
+_SHOWN_AS = {
+    "avx2": {"avx2", "fma"},
+    "avx2vnni": {"avx2", "fma", "avx_vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
+}
+#: Where this variable is `here`, sets are left out that this machine does not run: nobody can test them on it, and they
+#: take most of the time. `make` sets it; wheels and other installations have all sets, since they may move elsewhere.
+WANTED = "OUTRIDER_COMPILE_FOR"
 #: The platform that a wheel is built for, like manylinux_2_28_aarch64, where CC compiles for another one than this machine.
 PLATFORM = "OUTRIDER_WHEEL_PLATFORM"
 
@@ -54,11 +64,10 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
 
     Args:
         sources: Folder of the sources.
-        only: Instruction sets to compile for; None for all that this kind of processor may have.
+        only: Instruction sets to compile for; None for all of `wanted_sets`.
     """
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    machine = os.environ.get(PLATFORM, platform.machine()).lower()
-    wanted = {name: flags for name, flags in _sets_of(machine).items() if only is None or name in only}
+    wanted = {name: flags for name, flags in wanted_sets().items() if only is None or name in only}
     with tempfile.TemporaryDirectory() as folder:
         sets = {name: flags for name, flags in wanted.items() if _knows(compiler, flags, folder)}
         # The sets that come last take longest, and begin first: so no core is left with one of them alone at the end.
@@ -84,11 +93,16 @@ def compile_kernels(sources: Path = SOURCES, only: Sequence[str] | None = None) 
         staged.replace(digest)
 
 
-def _sets_of(machine: str) -> dict[str, list[str]]:
-    """The instruction sets that a kind of processor may have, with the flags that they need."""
-    if machine.endswith(("x86_64", "amd64")):
-        return X86_SETS
-    return ARM_SETS if machine.endswith(("aarch64", "arm64")) else {"generic": []}
+def wanted_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, list[str]]:
+    """The instruction sets to compile for, with the flags that they need: those that this kind of processor may have, or of
+    them those that this machine runs, where the environment asks for these."""
+    machine = os.environ.get(PLATFORM, platform.machine()).lower()
+    x86 = machine.endswith(("x86_64", "amd64"))
+    sets = X86_SETS if x86 else ARM_SETS if machine.endswith(("aarch64", "arm64")) else {"generic": []}
+    if os.environ.get(WANTED) != "here" or PLATFORM in os.environ or not cpuinfo.exists():
+        return sets
+    has = next((set(line.split()) for line in cpuinfo.read_text("utf-8").splitlines() if line.startswith("flags")), None)
+    return {name: flags for name, flags in sets.items() if has is None or _SHOWN_AS.get(name, set()) <= has}
 
 
 def _knows(compiler: list[str], flags: list[str], folder: str) -> bool:

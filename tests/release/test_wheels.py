@@ -94,6 +94,32 @@ def test_two_libraries_for_macs_are_equal_and_say_what_they_need(
     assert release.needs_of_mac(built) == (platform, ["/usr/lib/libSystem.B.dylib"])
 
 
+def test_an_installation_for_this_machine_leaves_out_what_it_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hook, cpuinfo = module_at(ROOT / "hatch_build.py"), tmp_path / "cpuinfo"
+    monkeypatch.delenv("OUTRIDER_WHEEL_PLATFORM", raising=False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+
+    def wanted(flags: str) -> list[str]:
+        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: fpu {flags} sse2\nbugs\t\t: fma\n", "utf-8")
+        return list(hook.wanted_sets(cpuinfo))
+
+    assert wanted("avx2 fma") == list(hook.X86_SETS), "all of them, since nobody asked for less"
+    monkeypatch.setenv("OUTRIDER_COMPILE_FOR", "here")
+    assert wanted("") == ["generic"]
+    assert wanted("avx2") == ["generic"]
+    assert wanted("avx2 fma") == ["generic", "avx2"]
+    wide = "avx2 fma avx512f avx512bw avx512vl avx512dq"
+    assert wanted(wide) == ["generic", "avx2", "avx512"]
+    assert wanted(f"{wide} avx_vnni avx512_bf16 avx512_vnni") == list(hook.X86_SETS)
+    assert list(hook.wanted_sets(tmp_path / "nothing")) == list(hook.X86_SETS), "a machine that does not say what it runs"
+    cpuinfo.write_text("Features\t: fp asimd\n", "utf-8")
+    assert list(hook.wanted_sets(cpuinfo)) == list(hook.X86_SETS)
+    monkeypatch.setenv("OUTRIDER_WHEEL_PLATFORM", "manylinux_2_28_x86_64")
+    assert wanted("") == list(hook.X86_SETS), "a wheel goes to other machines"
+
+
 def test_a_wheel_for_macs_that_needs_more_is_refused(release: ModuleType, tmp_path: Path) -> None:
     wheel = tmp_path / "outrider.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
