@@ -21,14 +21,42 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+#: Where a checkpoint is read and becomes a model that computes, and where a draft is made beside that.
+_MODELS = ("src/outrider/loading/", "src/outrider/model/")
+_DRAFTS = ("src/outrider/heads/", "src/outrider/propose/", "src/outrider/engine/drafting/", "src/outrider/model/")
 #: Tests, and what they are by change of: the beginnings of paths. A change of the tests themselves counts, too.
+#: In the core others stand for them: of heads tests/model/test_heads.py and the laws of heads and of stages in
+#: tests/statistical, of files tests/model/test_gguf_models.py, of states that run on tests/model/test_running_states.py.
 BY_CHANGE: dict[str, tuple[str, ...]] = {
     "tests/docs/test_everybody.py": ("docs/", "mkdocs.yml"),
     "tests/docs/test_front_page.py": ("docs/", "mkdocs.yml", "web/"),
     "tests/docs/test_python_blocks.py": ("docs/", "README.md", "src/outrider/__init__.py"),
+    "tests/docs/test_site.py": ("docs/", "mkdocs.yml", "src/outrider/__init__.py", "src/outrider/cli/"),
+    "tests/model/test_assistants.py": (*_DRAFTS, "src/outrider/loading/"),
+    "tests/model/test_auto_heads.py": _DRAFTS,
+    "tests/model/test_block_heads.py": _DRAFTS,
+    "tests/model/test_cross_vocabulary.py": _DRAFTS,
+    "tests/model/test_feature_heads.py": _DRAFTS,
+    "tests/model/test_gemma_heads.py": _DRAFTS,
+    "tests/model/test_gguf_families.py": (*_MODELS, "src/outrider/lab/convert/"),
+    "tests/model/test_gguf_head_conversion.py": (*_DRAFTS, *_MODELS, "src/outrider/lab/convert/"),
+    "tests/model/test_gguf_heads.py": (*_DRAFTS, "src/outrider/loading/"),
+    "tests/model/test_gguf_mtp.py": (*_DRAFTS, "src/outrider/loading/"),
+    "tests/model/test_gguf_mtp_conversion.py": (*_DRAFTS, *_MODELS, "src/outrider/lab/convert/"),
+    "tests/model/test_gguf_t5.py": _MODELS,
+    "tests/model/test_hybrid_heads.py": _DRAFTS,
+    "tests/model/test_parallel_heads.py": _DRAFTS,
+    "tests/model/test_patched_encoders.py": _MODELS,
+    "tests/model/test_resumed_passes.py": _DRAFTS,
+    "tests/model/test_sequential_heads.py": _DRAFTS,
+    "tests/model/test_staged.py": _DRAFTS,
+    "tests/model/test_staged_heads.py": _DRAFTS,
+    "tests/model/test_state_memory.py": ("src/outrider/cache/", "src/outrider/model/"),
     "tests/release/test_wheels.py": ("src/outrider/kernels/native/", "hatch_build.py", "pyproject.toml", "release/"),
     "tests/server/pages/": ("web/", "src/outrider/server/pages/", "src/outrider/server/answers.py"),
+    "tests/server/test_document.py": ("src/outrider/server/", "src/outrider/params.py"),
     "tests/server/test_replicas.py": ("src/outrider/server/replicas/",),
+    "tests/server/test_soak.py": ("src/outrider/server/", "src/outrider/engine/"),
     "tests/train/": ("src/outrider/lab/train/", "src/outrider/heads/"),
 }
 

@@ -133,6 +133,7 @@ def test_texts_are_those_of_passes_without_graphs(
     assert got == texts()
 
 
+@BY_CHANGE
 def test_a_model_that_cannot_be_recorded_runs_as_before(
     tmp_path: Path, replayed: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
