@@ -26,10 +26,15 @@ LINT   := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 # The kernels of this folder are compiled for this machine alone: those for all machines take longer (hatch_build.py).
 HERE   := OUTRIDER_COMPILE_FOR=here
 # A thread each: more would spin. Three workers keep two cores busy while one of them waits for a server or a browser.
+# Types are checked on one core. Meanwhile the other one reads the tests, so that what Python makes of them and of what they import
+# is there when the workers begin.
+READ   := $(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-# Compiles what was installed on all cores, where pip would take one. Some files of packages are no Python, and stay as they are.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+# Compiles what was installed on all cores, where pip would take one; what hardly anything imports is compiled when it is imported.
+# Some files of packages are no Python, and stay as they are.
+SELDOM  := /(transformers/models|ray|scipy|pip|setuptools|mypy|playwright|torch/(testing|_inductor|onnx|distributed))/
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)' $(VENV)/lib || true
 
 # Installs a package of Debian; fails elsewhere, and for others than root.
 APT := test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -qq -y --no-install-recommends
@@ -63,11 +68,11 @@ browser:
 
 # The core of the tests, and those of what a change touches (tests/tiers.py); BASE=REVISION says since when.
 test: $(STAMP) browser
-	$(LINT)
+	$(READ) $(TESTS) & $(LINT)
 	$(PYTEST) --fast $(TESTS)
 
 test-all: $(STAMP) browser
-	$(LINT)
+	$(READ) $(TESTS) & $(LINT)
 	$(PYTEST) $(TESTS)
 
 soak: $(STAMP)
