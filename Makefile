@@ -1,6 +1,6 @@
 # Two commands, each from nothing on a fresh machine:
 #   make demo    environment, install of what this needs, then the default pair writes code with and without speculation, and is timed in turns
-#   make test    environment, install of everything, then lint, types and the tests, in some 12 minutes on two cores
+#   make test    environment, install of everything, then lint, types and the tests, in 12 to 26 minutes on two cores
 # and further ones:
 #   make playground  the pages of the server at http://127.0.0.1:8000/, on the wide target, where speculation gains
 #   make pages       builds the pages from web/ again; needs Node.js
