@@ -25,10 +25,10 @@ STAMP  := $(VENV)/.installed
 LINT   := $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 # The kernels of this folder are compiled for this machine alone: those for all machines take longer (hatch_build.py).
 HERE   := OUTRIDER_COMPILE_FOR=here
-# A thread each: more would spin. Three workers keep two cores busy while one of them waits for a server or a browser.
 # Types are checked on one core. Meanwhile the other one reads the tests, so that what Python makes of them and of what they import
 # is there when the workers begin.
 READ   := $(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1
+# A thread each: more would spin. Three workers keep two cores busy while one of them waits for a server or a browser.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Compiles what was installed on all cores, where pip would take one; what hardly anything imports is compiled when it is imported.
