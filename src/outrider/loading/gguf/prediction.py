@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +123,15 @@ class PredictionLayers:
 def carries_prediction_layers(path: str, config: Any) -> bool:
     """Tells whether a file of this model holds such layers. Raises ModelLoadError for a file that cannot be read."""
     first = int(config.num_hidden_layers)
-    return any(part == _FC and (number or 0) >= first for number, part in map(layer_part, read_gguf(path).tensors))
+    changed = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
+    return any(number >= first for number in _predicting(path, changed))
+
+
+@lru_cache(maxsize=4)
+def _predicting(path: str, changed: int) -> tuple[int, ...]:
+    """The numbers of these layers in a file that was changed at this time. Several ask, and a header of many strings takes
+    a quarter of a second to read."""
+    return tuple(number or 0 for number, part in map(layer_part, read_gguf(path).tensors) if part == _FC)
 
 
 def _check_target(path: str, found: Any, config: Any) -> None:
