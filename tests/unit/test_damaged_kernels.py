@@ -94,13 +94,18 @@ def test_damage_is_told_and_stock_operators_compute(
     assert problem in (library.kernels_problem() or "")
 
 
-def test_a_sound_library_and_none_are_no_problem(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sound_library_is_no_problem(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert library.kernels_problem() is None
     assert library.kernel_library() is not None
-    library._examined.cache_clear()
-    file.unlink()
-    assert library.kernels_problem() is None
     assert not caplog.records
+
+
+def test_an_installation_without_a_compiler_is_told_what_is_missing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file.unlink()
+    assert library.kernel_library() is None
+    (record,) = caplog.records
+    assert "no C compiler was found at the installation" in record.getMessage()
+    assert "Install one" in (library.kernels_problem() or "")
 
 
 def test_a_library_of_another_build_needs_no_digest(file: Path) -> None:

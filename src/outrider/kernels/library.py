@@ -27,6 +27,10 @@ FILE = Path(__file__).parent / "native" / "kernels.so"
 #: Where Linux lists the libraries that a process has loaded.
 _MAPS = Path("/proc/self/maps")
 _REMEDY = "Install the package again, or in its source tree run: python hatch_build.py"
+_MISSING = (
+    "it is not there, since no C compiler was found at the installation. Install one, and then the package again; or "
+    "install a wheel, which brings it"
+)
 
 
 #: The processes in which a model was loaded: this one, or those from which it was forked.
@@ -115,8 +119,8 @@ def kernels_for(instruction_set: str) -> KernelLibrary:
 
 
 def kernels_problem() -> str | None:
-    """Returns what is wrong with the compiled kernels, so that they are not used; None where nothing is, or there are
-    none."""
+    """Returns what is wrong with the compiled kernels, so that they are not used; None where nothing is, or where they
+    are switched off."""
     return None if os.environ.get("OUTRIDER_KERNELS") == "off" else _examined()[1]
 
 
@@ -133,15 +137,13 @@ def _open() -> ctypes.CDLL | None:
 @cache
 def _examined() -> tuple[ctypes.CDLL | None, str | None]:
     """The library, and what is wrong with it. A damaged one is not opened: a shorter file ends the process by a signal."""
-    if not os.path.lexists(FILE):  # there was no compiler when the package was built
-        return None, None
     problem = damage(FILE)
     if problem is None:
         try:
             return ctypes.CDLL(str(FILE)), None
         except OSError as error:
             problem = f"it cannot be loaded ({error})"
-    problem = f"{FILE}: {problem}. {_REMEDY}"
+    problem = f"{FILE}: {problem}" if problem == _MISSING else f"{FILE}: {problem}. {_REMEDY}"
     logger.warning("the compiled kernels are not used, and PyTorch's slower operators are: %s", problem)
     return None, problem
 
@@ -151,6 +153,8 @@ def damage(file: Path) -> str | None:
 
     Without these it is taken as it is: whoever compiles it in another way writes none.
     """
+    if not os.path.lexists(file):
+        return _MISSING
     if not file.is_file():
         return "it is no file"
     try:

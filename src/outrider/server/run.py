@@ -51,7 +51,8 @@ def listen(host: str, port: int, stalled_seconds: int, most: int = Listener.most
         found.bind((host, port))
     except (OSError, OverflowError) as error:
         found.close()
-        raise InvalidParameterError("port", f"{host}:{port}", f"it cannot be had ({error})", "Use another one.") from None
+        problem = f"no socket of {host} can listen there ({str(error).rstrip('.')})"
+        raise InvalidParameterError("port", port, problem, "Use another one, from 0 to 65535, or another host.") from None
     return found
 
 

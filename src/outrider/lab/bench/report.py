@@ -139,7 +139,7 @@ def machine_line(results: Results) -> str:
     read = "" if results.bandwidth is None else f" Reads {results.bandwidth / 1e9:.1f} GB/s from memory."
     where = "" if facts["device"] == "cpu" else f", {facts['device']}"
     kernels = f" (kernels: {facts['kernels']})" if "kernels" in facts else ""
-    multiplied = " and ".join(f"{peak / 1e9:.0f} GFLOP/s in {name}" for name, peak in results.products.items())
+    multiplied = " and ".join(f"{peak / 1e9:.3g} GFLOP/s in {name}" for name, peak in results.products.items())
     if multiplied:
         read += f" torch multiplies two matrices of {PRODUCT_SIZE} x {PRODUCT_SIZE} at {multiplied}."
     return (
