@@ -93,6 +93,7 @@ def test_a_server_answers_with_drafts_of_another_file(files: dict[str, str]) -> 
         told = {prompt: server.post("/v1/completions", body | {"prompt": prompt}).json() for prompt in plain}
         assert {prompt: answer["choices"][0]["text"] for prompt, answer in told.items()} == plain
         assert server.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+        assert all("time" in line for line in server.lines), f"the log is JSON: {server.lines}"
 
 
 def test_what_a_file_does_not_say_of_sampling_is_as_in_llama_cpp(files: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -167,7 +168,8 @@ def _listen(reached: Reached, settings: ServerSettings, *, has_keys: bool, is_si
 def _load(model: str | None, settings: Any, template: str | None, **given: Any) -> LLM:
     from rich.console import Console
 
-    llm = options.load(Console(stderr=True), model, settings, chats=True, **given)
+    console = Console(stderr=True, quiet=not sys.stderr.isatty())  # else the log says it, in JSON
+    llm = options.load(console, model, settings, chats=True, **given)
     if template is not None:
         if llm.tokenizer is None:
             raise InvalidParameterError("chat_template", "...", "the model has no tokenizer", "Leave it out.")
