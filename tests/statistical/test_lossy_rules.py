@@ -41,7 +41,9 @@ class Typical(Verifier):
     """Typical acceptance (Cai et al. 2024): a draft token stands where the target holds it likely enough, measured by the
     entropy of its probabilities. Behind what stands the target draws."""
 
-    def verify(self, candidates: Sequence[DraftCandidate], logits: Tensor) -> list[Verdict]:
+    def verify(
+        self, candidates: Sequence[DraftCandidate], logits: Tensor, best: Sequence[int] | None = None
+    ) -> list[Verdict]:
         return [self._verdict(candidate, logits) for candidate in candidates]
 
     def _verdict(self, candidate: DraftCandidate, logits: Tensor) -> Verdict:

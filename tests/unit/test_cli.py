@@ -672,7 +672,8 @@ def test_an_interrupt_stops_an_answer_and_leaves_no_mark_in_it(tmp_path: Path) -
     ]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
                           preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-                          env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}) as process:  # fmt: skip
+                          env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm",
+                                   "PROMPT_TOOLKIT_NO_CPR": "1"}) as process:  # fmt: skip
         os.close(theirs)
         shown, prompts = b"", 0
 
