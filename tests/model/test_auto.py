@@ -31,8 +31,6 @@ from tests.model.core import core
 
 #: Rows cost nothing, so that whatever stands pays.
 FREE = CostTable(dict.fromkeys((1, 2, 4, 8, 16, 32, 64, 128), 1.0), 0.0, {"draft_model": {1: 0.01, 64: 0.01}})
-#: Rows cost so much that nothing pays.
-DEAR = CostTable({1: 1.0, 2: 99.0, 128: 9999.0}, 0.0, FREE.drafts)
 COPY = [1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
@@ -109,7 +107,7 @@ def test_texts_that_rest_are_seldom_asked_after(pair: tuple[str, str], monkeypat
     """What a step without drafts takes beside a plain one is lost, and no bucket pays for it."""
     asked, real = [0], MethodChoice._running
     with chosen_for(pair, max_num_seqs=8) as llm:
-        llm.engine.drafting.script(DEAR, steady)
+        llm.engine.drafting.script(CostTable({1: 1.0, 2: 99.0, 128: 9999.0}, 0.0, FREE.drafts), steady)
         llm.generate([COPY] * 8, SamplingParams(max_tokens=5, seed=1))
 
         def running(self: MethodChoice, *args: object) -> object:
@@ -459,8 +457,6 @@ def test_what_a_governor_raises_costs_the_choice_and_no_request(
     monkeypatch.setattr(Governor, question, broken)
     sampling = SamplingParams(max_tokens=40, seed=1)
     with chosen_for(pair) as llm:
-        if question == "rest":
-            llm.engine.drafting.script(DEAR, steady)
         chosen = llm.generate([COPY, COPY[1:]], sampling)
         assert all(output.error is None for output in chosen)
         assert "ZeroDivisionError" in caplog.text

@@ -27,9 +27,8 @@ from tests.unit.governor_world import Log, Method, World, always, governor_of, r
 from tests.unit.test_governor_worlds import at_random
 
 PROMISE = 0.98
-#: Some worlds, and two in which planted bugs break the promise.
-WORLDS = range(100, 111)
-SEEDS = (*WORLDS, 228, 508)
+#: Some worlds, and two in which trials without a limit break the promise.
+SEEDS = (*range(100, 111), 228, 236)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 #: How much longer a row makes a pass, in passes of one row.
 SLOPES: dict[str, Callable[[random.Random], float]] = {
@@ -128,7 +127,7 @@ def test_it_is_never_below_its_promise_in_many_worlds(seed: int) -> None:
 @pytest.mark.by_change("src/outrider/govern/")
 def test_it_gains_where_there_is_something_to_gain() -> None:
     """Whoever never drafts keeps every promise."""
-    gains = [sum(ran(seed).plain) / sum(ran(seed).true) for seed in WORLDS]
+    gains = [sum(ran(seed).plain) / sum(ran(seed).true) for seed in SEEDS]
     assert sum(gains) / len(gains) >= 1.03
     assert max(gains) >= 1.2
 

@@ -31,9 +31,6 @@ from outrider.govern.shadows import Places, Shadow, Shadows
 #: Steps for which a plan holds while the same requests decode and nothing seems to have changed. Shows in
 #: benchmarks.governor, where planning takes time.
 HOLDS = 4
-#: A plan that is made again unchanged holds for twice as long as before, up to so many times as long. Shows in
-#: benchmarks.governor, where planning takes time.
-_MOST_PATIENCE = 4
 #: Planning takes longer where more texts decode, and each of them counts for less. With n times as many texts as this, a
 #: plan holds for n times as many steps, and idle methods are scored in every n-th step. Shows in benchmarks.governor at
 #: batch 32.
@@ -84,7 +81,6 @@ class Governor:
         self._since_longer: Counter[int] = Counter()
         self._batch: tuple[int, ...] = ()
         self._age, self._step, self._changed = 0, 0, True
-        self._patience = 0  # by which factor the plan holds for longer than a new one; 0 where outcomes call for another
         self._exploration = ExplorationBudget(self._here.costs.step_seconds(1, 0))
         self._shadows = Shadows(self.candidates, self._exploration, read_at_once)
         self._places = Places()
@@ -140,8 +136,6 @@ class Governor:
         self._age += 1
         if batch == self._batch and self._plan_holds():
             return False
-        if batch != self._batch or self._changed:
-            self._patience = 0
         self._batch, self._age, self._changed = batch, 0, False
         if self._exploration.is_empty:
             self._plan = DraftPlan()  # no draft could be paid, and no planning
@@ -149,8 +143,7 @@ class Governor:
 
     def _plan_holds(self) -> bool:
         pause = _pause(len(self._batch))
-        idle = 1 if self._plan.rows or pause == 1 else 2  # of idle methods little is learnt
-        holds = self._holds * self._patience * pause * idle
+        holds = self._holds * pause * (1 if self._plan.rows or pause == 1 else 2)  # of idle methods little is learnt
         if self._exploration.is_empty and not self._plan.rows:
             return True  # no draft could be paid, and no planning
         return self._age < holds and not (self._changed and self._age >= pause)
@@ -187,7 +180,6 @@ class Governor:
         present = chooser.again(self._plan)
         if len(present.rows) == len(self._plan.rows) and best.rows and present.rate * _BEATS_PLAN > best.rate > plain.rate:
             best = present if present.rate > plain.rate else plain
-        self._patience = max(1, min(2 * self._patience, _MOST_PATIENCE)) if best.rows == self._plan.rows else 1
         self._plan = best
         here.gain = best.rate / plain.rate
         here.speed = self._speed(best)
