@@ -252,6 +252,7 @@ def results() -> Results:
 
 
 def test_pages_say_everything() -> None:
+    assert [report._in_billions(peak) for peak in (4e8, 2e10, 2e12)] == ["0.4", "20", "2,000"]
     found = results()
     page = report.markdown(found, list(found.cells.values()), "outrider bench", ["speedup.png"])
     for said in (

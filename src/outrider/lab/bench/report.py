@@ -133,13 +133,18 @@ def markdown(results: Results, cells: Sequence[CellResult], command: str, plots:
     return "\n".join(lines) + "\n"
 
 
+def _in_billions(peak: float) -> str:
+    """Small figures have a decimal: without products of bf16, torch does less than one."""
+    return f"{peak / 1e9:,.{0 if peak >= 1e10 else 1}f}"
+
+
 def machine_line(results: Results) -> str:
     """One sentence about the machine and the versions."""
     facts = results.machine
     read = "" if results.bandwidth is None else f" Reads {results.bandwidth / 1e9:.1f} GB/s from memory."
     where = "" if facts["device"] == "cpu" else f", {facts['device']}"
     kernels = f" (kernels: {facts['kernels']})" if "kernels" in facts else ""
-    multiplied = " and ".join(f"{peak / 1e9:.3g} GFLOP/s in {name}" for name, peak in results.products.items())
+    multiplied = " and ".join(f"{_in_billions(peak)} GFLOP/s in {name}" for name, peak in results.products.items())
     if multiplied:
         read += f" torch multiplies two matrices of {PRODUCT_SIZE} x {PRODUCT_SIZE} at {multiplied}."
     return (
