@@ -12,14 +12,17 @@ from transformers import AutoModelForCausalLM
 
 from outrider import LLM, DraftModel, SamplingParams, SpeculationConfig
 from outrider.config import ModelConfig, default_model
+from outrider.kernels.formats import StoredWeight
+from outrider.kernels.gguf_blocks import Blocks
 from outrider.kernels.library import available_sets
 from outrider.lab.measure.agreement import measure_rounding
 from outrider.lab.prove.own_model import OwnModel
+from outrider.loading import loader
 from outrider.loading.loader import load_model
 from tests.model import checkpoints
 from tests.model.gguf_files import Kinds, Written
 from tests.model.test_gguf_models import EXPERTS, SHAPE
-from tests.model.test_quantization import logits
+from tests.model.test_quantization import TEXT, logits
 from tests.model.test_rounded_rows_of_files import halves_among_blocks, write
 
 pytest.importorskip("gguf")
@@ -59,6 +62,44 @@ def test_rows_are_not_rounded_where_the_kernels_do_not(tmp_path: Path, monkeypat
     assert not rounds_rows(halves)
     monkeypatch.setenv("OUTRIDER_KERNELS", "off")
     assert not rounds_rows(LLM(path))
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "changes"),
+    [
+        ("qwen2", ("Q5_0", "Q8_0"), {}),  # whose biases are float32
+        ("qwen3", ("Q6_K",), {"tie_word_embeddings": True}),
+        ("qwen3_moe", ("Q4_K", "Q8_0"), EXPERTS),
+    ],
+    ids=["biases", "tied", "experts"],
+)
+def test_without_kernels_weights_are_unfolded_once_where_they_fit(
+    tmp_path: Path,
+    family: str,
+    kinds: Kinds,
+    changes: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("OUTRIDER_KERNELS", "off")
+    path, unfolded = write(tmp_path, family, kinds, **changes), []
+    make = Blocks.dequantise
+
+    def noted(fmt: Blocks, stored: StoredWeight, dtype: torch.dtype) -> torch.Tensor:
+        unfolded.append(len(stored.data))
+        return make(fmt, stored, dtype)
+
+    found = {}
+    for room in (2**40, 0):
+        monkeypatch.setattr(loader, "available_bytes", lambda device, room=room: room)
+        llm = LLM(path, kv_cache_tokens=128)
+        monkeypatch.setattr(Blocks, "dequantise", noted)
+        unfolded.clear()
+        found[room] = logits(llm)
+        assert (max(unfolded) > len(TEXT)) is (room == 0), "rows of embeddings alone are unfolded in a pass"
+        monkeypatch.setattr(Blocks, "dequantise", make)
+    assert torch.equal(*found.values()), "the numbers are the same"
+    assert len([record for record in caplog.records if "every pass unfolds its weights" in record.message]) == 1
 
 
 @needs_kernels

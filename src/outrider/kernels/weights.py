@@ -112,8 +112,7 @@ class QuantisedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         stored, bias, (rounded, dtype) = self.quantised_weight, self.bias, entering(input, self.quantised_weight)
-        if bias is not None:  # it may have more bits than the rows
-            dtype = torch.promote_types(dtype, bias.dtype)
+        dtype = self._with_bias(dtype)
         outputs = rounded.new_empty(*rounded.shape[:-1], self.out_features, dtype=dtype)
         for rows in parts(self.weight):  # outputs that were kept in between would leave holes for parts in the memory
             outputs[..., rows] = nn.functional.linear(
@@ -122,6 +121,14 @@ class QuantisedLinear(nn.Linear):
                 None if bias is None else bias[rows].to(dtype),
             )
         return outputs.to(input.dtype)
+
+    @property
+    def unfolded_dtype(self) -> torch.dtype:
+        """The dtype that products take its weights in, where rows are not rounded."""
+        return self._with_bias(self.weight.dtype)
+
+    def _with_bias(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.bias is None else torch.promote_types(dtype, self.bias.dtype)  # it may have more bits
 
 
 class QuantisedEmbedding(nn.Embedding):
@@ -176,6 +183,27 @@ def use_plain_weights(model: nn.Module, stacks: Iterable[ExpertStack] = ()) -> N
                 module.bias.data = module.bias.data.to(module.weight.dtype)
 
 
+def unfolded_bytes(model: nn.Module, stacks: Iterable[ExpertStack]) -> int:
+    """The bytes of what `unfold_weights` makes."""
+    layers = sum(layer.weight.numel() * layer.unfolded_dtype.itemsize for layer in _quantised_layers(model))
+    weights: list[Tensor] = [getattr(stack.module, stack.name) for stack in stacks if stack.is_computed_as_stored]
+    return layers + sum(weight.numel() * weight.dtype.itemsize for weight in weights)
+
+
+def unfold_weights(model: nn.Module, stacks: Iterable[ExpertStack]) -> None:
+    """Keep the numbers that quantised weights stand for, where rows are not rounded and no kernels read what is stored.
+    Passes find the same numbers there that they would otherwise make, each anew."""
+    for stack in stacks:
+        stack.use_plain_weights()
+    for layer in _quantised_layers(model):
+        stored = layer.quantised_weight
+        layer.quantised_weight = plain(stored.format.dequantise(stored, layer.unfolded_dtype))
+
+
+def _quantised_layers(model: nn.Module) -> list[QuantisedLinear]:
+    return [module for module in model.modules() if isinstance(module, QuantisedLinear)]
+
+
 def quantise_linears(
     model: nn.Module, fmt: WeightFormat, stacks: Iterable[ExpertStack] = (), *, name: str = "the model"
 ) -> None:
@@ -208,9 +236,8 @@ def round_rows(model: nn.Module, stacks: Iterable[ExpertStack] = ()) -> None:
         kept = getattr(stack.module, "quantised_stacks", {})
         if stack.name in kept:
             kept[stack.name] = _with_rounded_rows(kept[stack.name])
-    for module in model.modules():
-        if isinstance(module, QuantisedLinear):
-            module.quantised_weight = _with_rounded_rows(module.quantised_weight)
+    for layer in _quantised_layers(model):
+        layer.quantised_weight = _with_rounded_rows(layer.quantised_weight)
 
 
 def _with_rounded_rows(stored: StoredWeight) -> StoredWeight:

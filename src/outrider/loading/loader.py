@@ -15,7 +15,8 @@ from torch import nn
 from outrider.config import ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.kernels.formats import FORMATS
-from outrider.kernels.weights import ExpertStack, quantise_linears, round_rows
+from outrider.kernels.library import kernel_library
+from outrider.kernels.weights import ExpertStack, quantise_linears, round_rows, unfold_weights, unfolded_bytes
 from outrider.loading import hf_modules
 from outrider.loading.configuration import (
     check_decoder,
@@ -27,7 +28,7 @@ from outrider.loading.configuration import (
     usually_rounds_rows,
 )
 from outrider.loading.exclusive import attempt, exclusive_transformers
-from outrider.loading.fit import check_fit
+from outrider.loading.fit import available_bytes, check_fit
 from outrider.loading.gguf.checkpoint import GgufCheckpoint
 from outrider.loading.gguf.header import GgufFile, is_gguf, read_gguf
 from outrider.loading.gguf.tokenizer import end_tokens, read_gguf_tokenizer, sampling_defaults
@@ -128,7 +129,25 @@ def _loaded(
         hf_modules.use_stored_experts(model)
     if model.dtype == torch.float64:
         hf_modules.use_plain_experts(model)
+    if kernel_library() is None and not config.asks_for_rounded_rows:
+        _unfold(config, model, stacks, device)
     return describe_model(config, model, tokenizer, device, max_model_len)
+
+
+def _unfold(config: ModelConfig, model: Any, stacks: Sequence[ExpertStack], device: torch.device) -> None:
+    """Unfold quantised weights once, where half of the memory that is left holds them; other models and what they keep of
+    their texts need the rest."""
+    size, available = unfolded_bytes(model, stacks), available_bytes(device)
+    if available is None or size <= available / 2:
+        unfold_weights(model, stacks)
+        return
+    logger.warning(
+        "%s: without kernels every pass unfolds its weights, which is slow. Unfolded once they take %.1f GB, more than "
+        "half of the %.1f GB of memory that are available",
+        config.model,
+        size / 1e9,
+        available / 1e9,
+    )
 
 
 def _load_weights(config: ModelConfig, hf_config: Any, source: dict[str, Any], device: torch.device) -> Any:
@@ -310,7 +329,7 @@ def make_own(model: Any, config: ModelConfig, device: torch.device, *, consume: 
     if consume:
         setattr(model, _CONSUMED, True)
     if config.dtype != "auto":
-        _convert(own, getattr(torch, config.dtype))
+        convert(own, getattr(torch, config.dtype))
     return own.to(device)
 
 
@@ -324,10 +343,11 @@ def _copied(model: nn.Module, name: str) -> nn.Module:
         ) from error
 
 
-def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+def convert(model: nn.Module, dtype: torch.dtype) -> None:
     """Converts a module as loading in this dtype would: what a checkpoint holds is converted, and what a module computes
-    for itself, as rotary frequencies, keeps its precision."""
+    for itself, as rotary frequencies, keeps its precision. Weights that hold no numbers still take no memory."""
     saved = model.state_dict(keep_vars=True).values()
     for tensor in [*model.parameters(), *saved]:
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+            numbers = tensor.data if any(tensor.stride()) else tensor.data[(0,) * tensor.dim()]  # one in all places
+            tensor.data = numbers.to(dtype).expand(tensor.shape)

@@ -87,7 +87,7 @@ class DistilledDraft(Trainee):
         return expected_tokens([acceptance[0]] * num_draft_tokens)
 
     def save(self, folder: Path) -> None:
-        save_model(self.module, self._tokenizer, folder, self._target.model.dtype)
+        save_model(self.module, self._tokenizer, folder, self._target.dtype)
 
     def speculation(self, folder: Path) -> dict[str, Any]:
         return {"method": "draft_model", "model": str(folder)}

@@ -112,7 +112,8 @@ def _train(
     job: Job, asked: dict[str, Any], make: Callable[[FrozenTarget, Manifest], Trainee], watcher: Watcher | None
 ) -> Outcome:
     manifest = read_manifest(job.data)
-    target = FrozenTarget(_target_of(job, manifest), job.dtype, own_device(), job.activations)
+    widened = job.dtype == "auto" and job.settings.precision == "fp32"
+    target = FrozenTarget(_target_of(job, manifest), job.dtype, own_device(), job.activations, widened=widened)
     target.check_fits(manifest, job.data)
     trainee = make(target, manifest)
     _check_length(job.settings.length, trainee)

@@ -13,7 +13,9 @@ from outrider.config import ActivationsName, DTypeName, ModelConfig, default_mod
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.heads.lone import layer_config
 from outrider.lab.train.batches import Batch
-from outrider.loading.loader import load_model
+from outrider.loading.fit import available_bytes
+from outrider.loading.loaded_model import LoadedModel
+from outrider.loading.loader import convert, load_model
 from outrider.loading.sources import check_sources
 from outrider.model.hf import final_norm, noting_layers, only_head
 from outrider.records import TOP_LOGITS, TOP_TOKENS, Manifest, check_witness, hidden_name
@@ -29,11 +31,17 @@ class FrozenTarget:
         dtype: DTypeName = "auto",
         device: str | None = None,
         activations: ActivationsName | None = None,
+        *,
+        widened: bool = False,
     ) -> None:
+        """`widened` computes in float32 what is loaded in fewer bits, if the memory holds it."""
         self.name = default_model("target") if name is None else name
         check_sources(target=self.name)
         loaded = load_model(ModelConfig(model=self.name, dtype=dtype, device=device, activations=activations))
         self.model, self.tokenizer, self._loaded = loaded.model, loaded.tokenizer, loaded
+        self.dtype = loaded.dtype  # of its weights in the engine
+        if widened and _may_widen(loaded):
+            convert(self.model, torch.float32)
         self.vocab_size, self.device = loaded.vocab_size, loaded.device
         config = self.model.config.get_text_config(decoder=True)
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
@@ -98,6 +106,13 @@ class FrozenTarget:
     def _last_states(self, token_ids: Tensor) -> Tensor:
         """Returns what the final norm leaves [num_tokens, hidden_size] of tokens [num_tokens]."""
         return self.states(token_ids[None].to(self.device), (self.num_layers,))[0][self.num_layers][0]
+
+
+def _may_widen(loaded: LoadedModel) -> bool:
+    """Tells whether a model has fewer bits than float32, and half of the memory that is left holds it in float32."""
+    available = available_bytes(loaded.device)
+    numbers = sum(weight.numel() for weight in loaded.model.parameters() if any(weight.stride()))
+    return loaded.dtype.itemsize < 4 and (available is None or 4 * numbers <= available / 2)
 
 
 class Teacher:
