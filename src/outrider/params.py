@@ -117,6 +117,12 @@ class StructuredOutputs(Frozen):
         return self
 
 
+#: Fields of StructuredOutputs, and what they are called elsewhere, that people give as parameters.
+_STRUCTURES = {name: name for name in StructuredOutputs.model_fields}
+_STRUCTURES |= {"json": "json_schema", "guided_json": "json_schema"}
+_STRUCTURES |= {f"guided_{name}": name for name in ("regex", "choice", "grammar")}
+
+
 class SamplingParams(Frozen):
     """Says how to choose tokens and when to stop; names and meanings follow vLLM and transformers.
 
@@ -142,6 +148,10 @@ class SamplingParams(Frozen):
             ("guided_decoding", "response_format"),
             Refusal("its name here is structured_outputs", "Use structured_outputs=StructuredOutputs(...)."),
         ),
+        **{
+            name: Refusal("it stands in structured_outputs", f"Use structured_outputs=StructuredOutputs({ours}=...).")
+            for name, ours in _STRUCTURES.items()
+        },
     }
 
     max_tokens: Annotated[

@@ -134,6 +134,13 @@ def test_a_parameter_of_other_engines_is_refused_with_a_reason(name: str) -> Non
     assert caught.value.remedy == SamplingParams.refused[name].remedy
 
 
+@pytest.mark.parametrize(("name", "ours"), [("regex", "regex"), ("json", "json_schema"), ("guided_choice", "choice")])
+def test_a_structure_that_is_given_as_a_parameter_is_spelt_out(name: str, ours: str) -> None:
+    with pytest.raises(UnsupportedParameterError) as caught:
+        SamplingParams(**{name: "a"})
+    assert caught.value.remedy == f"Use structured_outputs=StructuredOutputs({ours}=...)."
+
+
 def test_refusals_and_fields_do_not_overlap() -> None:
     assert not SamplingParams.refused.keys() & SamplingParams.model_fields.keys()
 
