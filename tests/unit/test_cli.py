@@ -40,6 +40,7 @@ from outrider.results import RequestStats
 from tests.model.vocabularies import save_random, sentencepiece_like
 from tests.warm import warm_python
 
+ROOT = Path(__file__).parents[2]
 COLOURS = {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
 
@@ -96,6 +97,23 @@ def test_help(arguments: tuple[str, ...]) -> None:
     result = outrider(*arguments)
     assert result.returncode == 0
     assert "Usage" in result.stdout
+
+
+def test_help_and_the_page_tell_the_exit_codes() -> None:
+    told, page = invoked("--help").stdout, (ROOT / "docs" / "how-to" / "command.md").read_text("utf-8")
+    for code in (0, 1, 2, 130):
+        assert f" {code} " in told.partition("Exit codes:")[2]
+        assert f"| {code} |" in page
+
+
+@pytest.mark.parametrize(("typed", "said"), [
+    ("serv", "No such command 'serv'. Did you mean 'serve'?"), ("run", "No such command 'run'. The commands are generate"),
+])  # fmt: skip
+def test_an_unknown_command_is_answered_with_those_that_there_are(typed: str, said: str) -> None:
+    result = invoked(typed)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "--help' for help" in result.stderr
 
 
 def _verbs(group: Any, *names: str) -> dict[tuple[str, ...], Any]:

@@ -73,6 +73,15 @@ class _Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_VERBS)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the verb as usual. An error that suggests none names them all."""
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "UsageError" and "Did you mean" not in str(error):  # of typer's copy of click
+                error.message = f"{error} The commands are {', '.join(_VERBS)}."  # type: ignore[attr-defined]
+            raise
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Tell of all verbs. Their options would take long to find out."""
         verbs, self.commands = self.commands, {name: _told(name) for name in _VERBS}
@@ -84,10 +93,11 @@ app = typer.Typer(
     name="outrider",
     cls=_Verbs,
     help="Lossless speculative decoding for any Hugging Face causal language model.",
+    epilog="Exit codes: 0 done, 1 something failed while running, 2 wrong usage, 130 interrupted by Ctrl-C.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 

@@ -92,7 +92,7 @@ app = typer.Typer(
     add_completion=False,
     help="Train what drafts for a target: `data` first, then a draft model (`distill`), or heads by their method.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
