@@ -50,12 +50,23 @@ def test_options_that_say_how_to_draft_have_a_setting_here(option: str) -> None:
         (("serve", "--mtp-draft-model", "mtp.gguf"), '--method \'{"method": "mtp", "model": "mtp.gguf"}\''),
         (("serve", "--ctx-size", "4096"), "--max-model-len 4096"),
         (("generate", "--temp", "0.3"), "--temperature 0.3"),
+        (("generate", "--ctx-size", "4096"), "Leave it out: --max-model-len is an option of outrider serve alone"),
         (("serve", "--draft-min", "1"), "Leave it out: a draft ends where it no longer pays"),
     ],
     ids=str,
 )
 def test_a_verb_says_its_own_option(given: tuple[str, ...], here: str) -> None:
     assert told(*given) == here
+
+
+def test_all_options_of_llama_cpp_in_a_line_are_answered_at_once() -> None:
+    error = (
+        CliRunner().invoke(app, ["serve", "-m", "m.gguf", "--port", "1", "--ctx-size=512", "-np", "4", "--zzz"]).exception
+    )
+    assert str(error) == (
+        "-m='m.gguf': an option of llama.cpp, and so are --ctx-size, -np. -m: Give the model without an option. "
+        "--ctx-size: Use --max-model-len 512. -np: Use --max-num-seqs 4."
+    )
 
 
 def test_every_kind_of_drafting_is_a_method() -> None:

@@ -43,18 +43,43 @@ class AnsweringCommand(TyperCommand):
 
 
 def _answer(args: Sequence[str], known: Collection[str]) -> None:
-    """Raise InvalidParameterError for the first of these options that is llama.cpp's."""
-    from outrider.options import named_elsewhere
-
+    """Raise InvalidParameterError for those of these options that are llama.cpp's; it answers all of them."""
+    remedies, values = dict[str, str](), dict[str, str]()
     for place, given in enumerate(args):
         option, has_value, value = given.partition("=")
         if not option.startswith("-") or option in known:
             continue
         value = value if has_value else next(iter(args[place + 1 :]), "")
-        found = named_elsewhere(option)
-        remedy = _WITHOUT.get(option) if found is None else f"Use {_said_here(*found, value, known)}."
+        remedy = _remedy(option, value, known)
         if remedy is not None:
-            raise InvalidParameterError(option, value, "an option of llama.cpp", remedy)
+            remedies[option], values[option] = remedy, value
+    if not remedies:
+        return
+    first, *others = remedies
+    problem, remedy = "an option of llama.cpp", remedies[first]
+    if others:
+        problem += f", and so {'is' if len(others) == 1 else 'are'} {', '.join(others)}"
+        remedy = " ".join(f"{option}: {each}" for option, each in remedies.items())
+    raise InvalidParameterError(first, values[first], problem, remedy)
+
+
+def _remedy(option: str, value: str, known: Collection[str]) -> str | None:
+    """What a verb has in place of an option of llama.cpp; None for other options."""
+    from outrider.config import Flag, declared
+    from outrider.options import named_elsewhere
+
+    found = named_elsewhere(option)
+    if found is None:
+        return _WITHOUT.get(option)
+    owner, name = found
+    verbs = [f"outrider {verb}" for field, flag in declared(owner, Flag) if field == name for verb in flag.verbs]
+    if verbs and _option(name) not in known:
+        return f"Leave it out: {_option(name)} is an option of {' and '.join(verbs)} alone."
+    return f"Use {_said_here(owner, name, value, known)}."
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _said_here(owner: Any, name: str, value: str, known: Collection[str]) -> str:
@@ -62,7 +87,7 @@ def _said_here(owner: Any, name: str, value: str, known: Collection[str]) -> str
     from outrider.options import draft_setting
     from outrider.propose.settings import Method, SpeculationConfig
 
-    own = f"--{name.replace('_', '-')}"
+    own = _option(name)
     if owner is not SpeculationConfig and not issubclass(owner, Method):
         return f"{own} {value}"
     settings = draft_setting(owner, name, _number(value))
