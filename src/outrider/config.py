@@ -163,7 +163,7 @@ def _no_quantization(value: object) -> object:
             "dtype",
             value,
             "a way to round weights, not a dtype to compute in",
-            f"Use quantization={value!r}, on the command line --quantization {value}.",
+            f"Use quantization={value!r}.",
         )
     return value
 

@@ -366,16 +366,16 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
+    ("arguments", "named"),
     [
-        (["--api-key-file", "/nowhere"], "api_key_file"),
-        (["--chat-template", "/nowhere"], "chat_template"),
+        (["--api-key-file", "/nowhere"], "--api-key-file"),
+        (["--chat-template", "/nowhere"], "--chat-template"),
         (["--host", "256.0.0.1"], "port"),
-        (["--max-n", "0"], "max_n"),
+        (["--max-n", "0"], "--max-n"),
         (["--allow", "nothing"], "method"),
     ],
 )
-def test_a_server_that_cannot_start_says_why(arguments: list[str], field: str) -> None:
+def test_a_server_that_cannot_start_says_why(arguments: list[str], named: str) -> None:
     done = warm_python().run("outrider", "serve", *arguments)
     assert done.returncode == 2
-    assert f"{field}=" in done.stderr
+    assert f"{named}=" in done.stderr

@@ -410,20 +410,29 @@ def test_one_bad_prompt_among_several() -> None:
     [
         (("generate", "-p", "x", "--temperature", "-1"), 2, "temperature=-1.0"),
         (("generate", "-p", "x", "--method", "psychic"), 2, "Known: "),
-        (("generate", "-p", "x", "--method", "ngram", "--draft-model", "y"), 2, "draft_model"),
+        (("generate", "-p", "x", "--method", "ngram", "--draft-model", "y"), 2, "--draft-model='y'"),
         (("generate", "-p", "x", "--seed", "1", "--rule", "block"), 2, "seed"),
         (("generate", "-p", "x", "--frobnicate"), 2, "No such option"),
-        (("generate", "-p", "x", "-k", "0"), 2, "num_draft_tokens=0"),
+        (("generate", "-p", "x", "-k", "0"), 2, "--num-draft-tokens=0"),
         (("generate", "/nowhere/at/all", "-p", "x", "-k", "3"), 2, "nothing drafts"),
         (("generate", "-f", "/nowhere/at/all"), 2, "cannot be read"),
         (("generate", "-p", os.fsdecode(b"half\xff")), 2, "not valid Unicode"),
-        (("generate", "-p", "x", "--json-schema", "./nowhere.json"), 2, "json_schema='./nowhere.json': it cannot be read"),
+        (
+            ("generate", "-p", "x", "--json-schema", "./nowhere.json"),
+            2,
+            "--json-schema='./nowhere.json': it cannot be",
+        ),
+        (("generate", "-p", "x", "--regex", "("), 2, "--regex='(': it is malformed"),
+        (("generate", "-p", "x", "--grammar", str(ROOT / "LICENSE")), 2, "LICENSE': it is malformed"),
+        (("generate", "-p", "x", "--regex", "a", "--grammar", "b"), 2, "--regex='a': --grammar is given, too"),
+        (("generate", "-p", "x", "--dtype", "int8"), 2, "Use --quantization int8."),
+        (("train", "data", "--prompts", "./nowhere", "--out", "./o"), 2, "--prompts='nowhere': it cannot be read"),
         (("generate",), 2, "stdin='': it is empty. Give a prompt there, or with --prompt or --file."),
         (("generate", "-f", "-"), 2, "stdin='': it is empty"),
         (("generate", "-f", os.devnull), 2, f"file='{os.devnull}': it is empty"),
         (("generate", "/nowhere/at/all", "-p", "x"), 2, "model='/nowhere/at/all': no such folder"),
-        (("generate", "-p", "x", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
-        (("bench", "--draft-model", "./nowhere"), 2, "draft_model='./nowhere': no such folder"),
+        (("generate", "-p", "x", "--draft-model", "./nowhere"), 2, "--draft-model='./nowhere': no such folder"),
+        (("bench", "--draft-model", "./nowhere"), 2, "--draft-model='./nowhere': no such folder"),
         (("generate", "./nowhere.gguf", "-p", "x"), 2, "model='./nowhere.gguf': no such file"),
         (("prove", "./nowhere"), 2, "model='./nowhere': no such folder"),
         (("chat",), 2, "model='the embedded default': it has no chat template"),
@@ -772,7 +781,13 @@ def test_those_who_draft_together_are_counted_below_the_text() -> None:
 
 
 def test_a_model_of_another_vocabulary_is_named_by_its_place(tmp_path: Path) -> None:
-    other = {"method": "staged", "drafter": {"method": "draft_model", "model": save_tiny_llama(tmp_path / "other", 1)}}
+    folder = save_tiny_llama(tmp_path / "other", 1)
+    other = {"method": "staged", "drafter": {"method": "draft_model", "model": folder}}
     result = invoked("generate", "-p", "x", "--method", json.dumps({"method": "then", "methods": ["ngram", other]}))
     assert isinstance(result.exception, VocabularyMismatchError)
     assert str(result.exception).startswith("methods.1.drafter.model: ")
+    result = invoked("generate", "-p", "x", "--draft-model", folder)
+    assert isinstance(result.exception, VocabularyMismatchError)
+    assert str(result.exception).startswith(f"--draft-model={folder!r}: it has 3 tokens")
+    result = invoked("generate", folder, "-p", "x", "--method", "draft_model")
+    assert str(result.exception) == "--draft-model: --method draft_model needs one. Use --draft-model."

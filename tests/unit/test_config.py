@@ -110,7 +110,7 @@ def test_batch_invariant_mode_takes_backends_whose_bits_may_hold() -> None:
 def test_rounded_weights_are_asked_for_elsewhere() -> None:
     with pytest.raises(InvalidParameterError, match="dtype='int8'") as caught:
         ModelConfig(model="m", dtype="int8")
-    assert caught.value.remedy == "Use quantization='int8', on the command line --quantization int8."
+    assert caught.value.remedy == "Use quantization='int8'."
 
 
 def test_every_running_sequence_can_have_a_row() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,13 +146,19 @@ def structure(json_schema: str | None = None, regex: str | None = None, grammar:
     """StructuredOutputs from the options that were given; None where none was."""
     from outrider.params import StructuredOutputs
 
-    given: dict[str, Any] = {
-        "json_schema": None if json_schema is None else _json_schema(json_schema),
-        "regex": regex,
-        "grammar": None if grammar is None else _text("grammar", grammar, ":", "a grammar (Lark or GBNF)"),
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    return StructuredOutputs(**given) if given else None
+    asked = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if len(given) > 1:
+        first, *others = given
+        names = " and ".join(f"--{name}" for name in others)
+        problem = f"{names} {'is' if len(others) == 1 else 'are'} given, too, and an output has one structure"
+        raise ContradictionError(first, given[first], problem, "Leave all but one out.")
+    read: dict[str, Callable[[str], Any]] = {"json_schema": _json_schema, "regex": str, "grammar": _grammar}
+    return StructuredOutputs(**{name: read[name](value) for name, value in given.items()}) if given else None
+
+
+def _grammar(value: str) -> str:
+    return _text("grammar", value, ":", "a grammar (Lark or GBNF)")
 
 
 def _json_schema(value: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
+from outrider.cli.elsewhere import AnsweringCommand
 from outrider.cli.flags import option, with_options
 from outrider.errors import InvalidParameterError, MissingExtraError
 from outrider.lab.cli.progress import shown_progress
@@ -96,7 +97,7 @@ app = typer.Typer(
 )
 
 
-@app.command()
+@app.command(cls=AnsweringCommand)
 @with_options()
 def data(
     prompts: Annotated[Path, typer.Option(help="A .jsonl file of prompts or conversations, a text, or a folder of these.")],
@@ -157,7 +158,7 @@ def data(
         Console(highlight=False).print(", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items()))
 
 
-@app.command()
+@app.command(cls=AnsweringCommand)
 @with_training(lr=2e-3)
 def distill(
     training: Training,
@@ -215,7 +216,7 @@ def _heads_command(method: str, says: str, **own: tuple[Any, Any]) -> Any:
     train.__name__, train.__doc__ = method, says
     train.__annotations__ = {"training": Training} | {name: kind for name, (kind, _) in own.items()}
     train.__signature__ = Signature([Parameter("training", Parameter.KEYWORD_ONLY), *options])  # type: ignore[attr-defined]
-    return app.command(name=method)(with_training()(train))
+    return app.command(name=method, cls=AnsweringCommand)(with_training()(train))
 
 
 _HEADS = _own(int, "Tokens ahead that they guess.", 4)
