@@ -170,3 +170,6 @@ def test_the_tables_say_it_all() -> None:
     result = CliRunner().invoke(app, ["doctor", *SHORT, "--method", "draft_model", "--no-color"])
     for words in ("KV memory", "requests that fit", "C(n) = T(n) / T(1)", "predicted", "measured", "vocabulary"):
         assert words in result.stdout
+    told = result.stderr.splitlines()  # of a pipe
+    assert told[:3] == ["loading the model", "examining: passes of the target", "examining: plain decoding"]
+    assert "examining: draft_model" in told

@@ -14,6 +14,7 @@ import typer
 from outrider.cli import options
 from outrider.cli.flags import with_options
 from outrider.errors import InvalidParameterError
+from outrider.lab.cli.progress import shown_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,9 +66,9 @@ def doctor(
     asked = drafting.config()
     notes = Console(stderr=True, no_color=no_color or None, highlight=False)
     how = {**loading, "max_num_seqs": max(batch, 32)}
-    llm = options.load(notes, model, "none", chats=False, prefix_caching=False, **how)
-    sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
     with _progress(notes) as progress:
+        llm = options.load(notes, model, "none", chats=False, prefix_caching=False, **how)
+        sample = _sample(llm, prompts, batch, num_prompts, max_tokens, temperature)
         quantization, activations = loading["quantization"], loading["activations"]
         rounded = quantization is not None or llm.engine.runner.loaded.rounds_rows
         rows = {"quantization": quantization, "tries_rows": activations is None and _may_round_rows(llm, quantization)}
@@ -147,12 +148,28 @@ def _sample(llm: LLM, prompts: Path | None, batch: int, num_rounds: int, max_tok
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """A line that says what is being examined, on a terminal."""
+    """Says what is being examined: in one line of a terminal, from the first thing on, so that loading has its own before;
+    elsewhere in a line for each thing, loading included, and one every half minute."""
     if not console.is_terminal:
-        yield lambda what: None
+        with shown_progress(console) as heartbeat:
+
+            def say(what: str) -> None:
+                heartbeat.what = what
+                console.print(what, markup=False, soft_wrap=True)
+
+            say("loading the model")
+            yield lambda what: say(f"examining: {what}")
         return
-    with console.status("") as status:
-        yield lambda what: status.update(f"examining: {what}")
+    status = console.status("")
+
+    def show(what: str) -> None:
+        status.update(f"examining: {what}")
+        status.start()  # of no effect where it has begun
+
+    try:
+        yield show
+    finally:
+        status.stop()
 
 
 def _show(report: Report, paper: Console) -> None:
