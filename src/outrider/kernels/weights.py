@@ -101,8 +101,8 @@ class ExpertStack(NamedTuple):
 
 
 class QuantisedLinear(nn.Linear):
-    """nn.Linear with rounded weights, for where no kernels read these: every pass computes the product anew, some rows of
-    the weights at a time.
+    """nn.Linear with rounded weights, for where no kernels read these: every pass makes weights of them anew, some rows at
+    a time, unless `unfold_weights` made them once.
 
     So a model is never in memory both as it was and rounded. `weight` keeps its shape and dtype, but holds no numbers.
     """
@@ -113,6 +113,9 @@ class QuantisedLinear(nn.Linear):
         """[..., in_features] to [..., out_features]."""
         stored, bias, (rounded, dtype) = self.quantised_weight, self.bias, entering(input, self.quantised_weight)
         dtype = self._with_bias(dtype)
+        if not stored.quantised:  # unfolded once (`unfold_weights`)
+            found = nn.functional.linear(rounded.to(dtype), stored.data, None if bias is None else bias.to(dtype))
+            return found.to(input.dtype)
         outputs = rounded.new_empty(*rounded.shape[:-1], self.out_features, dtype=dtype)
         for rows in parts(self.weight):  # outputs that were kept in between would leave holes for parts in the memory
             outputs[..., rows] = nn.functional.linear(
