@@ -54,7 +54,7 @@ BY_CHANGE: dict[str, tuple[str, ...]] = {
     "tests/model/test_state_memory.py": ("src/outrider/cache/", "src/outrider/model/"),
     "tests/release/test_wheels.py": ("src/outrider/kernels/native/", "hatch_build.py", "pyproject.toml", "release/"),
     "tests/server/pages/": ("web/", "src/outrider/server/pages/", "src/outrider/server/answers.py"),
-    "tests/server/test_document.py": ("src/outrider/server/", "src/outrider/params.py"),
+    "tests/server/test_document.py": ("README.md", "src/outrider/server/", "src/outrider/params.py"),
     "tests/server/test_replicas.py": ("src/outrider/server/replicas/",),
     "tests/server/test_soak.py": ("src/outrider/server/", "src/outrider/engine/"),
     "tests/train/": ("src/outrider/lab/train/", "src/outrider/heads/"),

@@ -113,7 +113,8 @@ def test_no_request_of_the_document_brings_it_down(server: Server, count: int) -
 def test_the_example_of_the_readme_writes(server: Server, llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     (example,) = (block for block in blocks if "openai" in block)
-    exec(example.replace("http://127.0.0.1:8000", server.url), {})
+    assert "max_tokens=64" in example
+    exec(example.replace("http://127.0.0.1:8000", server.url).replace("max_tokens=64", "max_tokens=16, seed=7"), {})
     (want,) = llm.generate("def parse(", SamplingParams(seed=7, max_tokens=16))
     assert capsys.readouterr().out == want.text
 

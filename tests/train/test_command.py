@@ -126,7 +126,7 @@ def test_sizes_are_compared(target: str, data: Path, tmp_path: Path) -> None:
         (("--shape", "1x32", "--steps", "0"), "steps=0"),
         (("--shape", "1x32", "--sizes", "1x32"), "sizes='1x32'"),
         (("--shape", "1x32", "--precision", "fp8"), "precision='fp8'"),
-        (("--shape", "1x32", "--timed-target", "other"), "timed_target='other'"),
+        (("--shape", "1x32", "--timed-target", "other"), "--timed-target='other'"),
         (("--shape", "1x32", "--lr", "inf"), "lr=inf"),
     ],
 )
