@@ -15,7 +15,7 @@ from outrider.config import ModelConfig
 from outrider.errors import ModelTooLargeError
 from outrider.kernels.packed import release, room
 from outrider.loading import fit
-from outrider.loading.fit import available_bytes, stored_tensors
+from outrider.loading.fit import available_bytes, leaves_room, stored_tensors
 from outrider.loading.loader import load_model
 from tests.model import checkpoints
 
@@ -159,6 +159,14 @@ def resident_bytes(file: Path) -> int:
         elif mapped and name in ("Rss:", "Anonymous:"):
             found += int(rest[0]) * (1024 if name == "Rss:" else -1024)
     return found
+
+
+@pytest.mark.parametrize(("available", "found"), [(100, True), (98, False), (None, True)])
+def test_room_is_half_of_the_memory_that_is_left(
+    available: int | None, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "available_bytes", lambda device: available)
+    assert leaves_room(50, torch.device("cpu")) is found
 
 
 def test_released_pages_leave_memory_and_keep_their_numbers(tmp_path: Path) -> None:

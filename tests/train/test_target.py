@@ -46,8 +46,21 @@ def test_blocks_of_a_file_stay_where_its_other_weights_are_widened(tmp_path: Pat
     assert layer.weight.stride() == (0, 0), "a weight that holds no numbers takes no memory"
 
 
+def test_blocks_that_are_unfolded_where_there_are_no_kernels_are_widened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    from tests.model.test_rounded_rows_of_files import write
+
+    monkeypatch.setenv("OUTRIDER_KERNELS", "off")
+    path = write(tmp_path, "llama", ("Q8_0",))
+    wide, narrow = (FrozenTarget(path, widened=widened).logits(TEXT) for widened in (True, False))
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+    assert (wide - narrow).norm() < 0.05 * wide.norm()
+
+
 def test_a_model_that_memory_holds_only_as_it_is_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "available_bytes", lambda device: 2**20)
+    monkeypatch.setattr(target, "leaves_room", lambda size, device: False)
     assert FrozenTarget(None, widened=True).model.dtype == torch.bfloat16
 
 

@@ -114,8 +114,8 @@ class QuantisedLinear(nn.Linear):
         stored, bias, (rounded, dtype) = self.quantised_weight, self.bias, entering(input, self.quantised_weight)
         dtype = self._with_bias(dtype)
         if not stored.quantised:  # unfolded once (`unfold_weights`)
-            found = nn.functional.linear(rounded.to(dtype), stored.data, None if bias is None else bias.to(dtype))
-            return found.to(input.dtype)
+            weight = stored.format.dequantise(stored, dtype)
+            return nn.functional.linear(rounded.to(dtype), weight, None if bias is None else bias.to(dtype)).to(input.dtype)
         outputs = rounded.new_empty(*rounded.shape[:-1], self.out_features, dtype=dtype)
         for rows in parts(self.weight):  # outputs that were kept in between would leave holes for parts in the memory
             outputs[..., rows] = nn.functional.linear(

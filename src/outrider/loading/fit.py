@@ -223,6 +223,13 @@ def available_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
     return min((size for size in found if size is not None), default=None)
 
 
+def leaves_room(size: int, device: torch.device) -> bool:
+    """Tells whether half of the memory that is left holds so many bytes. Other models, and what is kept of texts, need the
+    rest."""
+    available = available_bytes(device)
+    return available is None or size <= available / 2
+
+
 def _of_system(root: Path) -> int | None:
     try:
         lines = (root / "proc/meminfo").read_text("ascii").splitlines()

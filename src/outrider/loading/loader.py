@@ -28,7 +28,7 @@ from outrider.loading.configuration import (
     usually_rounds_rows,
 )
 from outrider.loading.exclusive import attempt, exclusive_transformers
-from outrider.loading.fit import available_bytes, check_fit
+from outrider.loading.fit import check_fit, leaves_room
 from outrider.loading.gguf.checkpoint import GgufCheckpoint
 from outrider.loading.gguf.header import GgufFile, is_gguf, read_gguf
 from outrider.loading.gguf.tokenizer import end_tokens, read_gguf_tokenizer, sampling_defaults
@@ -135,18 +135,16 @@ def _loaded(
 
 
 def _unfold(config: ModelConfig, model: Any, stacks: Sequence[ExpertStack], device: torch.device) -> None:
-    """Unfold quantised weights once, where half of the memory that is left holds them; other models and what they keep of
-    their texts need the rest."""
-    size, available = unfolded_bytes(model, stacks), available_bytes(device)
-    if available is None or size <= available / 2:
+    """Unfold quantised weights once, where memory has room for them."""
+    size = unfolded_bytes(model, stacks)
+    if leaves_room(size, device):
         unfold_weights(model, stacks)
         return
     logger.warning(
-        "%s: without kernels every pass unfolds its weights, which is slow. Unfolded once they take %.1f GB, more than "
-        "half of the %.1f GB of memory that are available",
+        "%s: without kernels every pass unfolds its weights, which is slow. Unfolded once they would take %.1f GB, and "
+        "that is more than half of the memory that is available",
         config.model,
         size / 1e9,
-        available / 1e9,
     )
 
 

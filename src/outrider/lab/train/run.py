@@ -43,7 +43,8 @@ class Job:
     data: Path  # a folder made by `collect`
     out: Path  # the folder of the result
     target: str | None = None  # folder or hub id; None for the one that the data name as their writer
-    dtype: DTypeName = "auto"  # of the target's weights, in training and in the engine
+    #: Of the target's weights, in training and in the engine. A training in float32 widens them where it is "auto".
+    dtype: DTypeName = "auto"
     settings: TrainSettings = field(default_factory=TrainSettings)  # how the training runs
     activations: ActivationsName | None = None  # what enters products with the target's rounded weights, in both, too
 

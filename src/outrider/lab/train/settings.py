@@ -50,8 +50,8 @@ class TrainSettings(Frozen):
     clip: float = Field(1.0, gt=0.0, description="Use a number above 0.")  # longest gradient
     #: Of the order of texts and of whatever is drawn.
     seed: int = Field(0, ge=0, lt=2**31, description="Use 0 to 2**31 - 1.")
-    #: What products are computed in; weights and their sums of gradients are float32. Unless it is given, the processor
-    #: decides.
+    #: What products are computed in, those of the target too unless its dtype is given; weights and their sums of gradients
+    #: are float32. Unless it is given, the processor decides.
     precision: Precision = Field(default_factory=fast_precision, description="Use bf16 or fp32.")
     evaluate_every: int = Field(100, ge=1, description="Use 1 or more.")  # steps between measurements on held-out texts
     #: Most pieces of held-out texts that a measurement reads.

@@ -13,7 +13,7 @@ from outrider.config import ActivationsName, DTypeName, ModelConfig, default_mod
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.heads.lone import layer_config
 from outrider.lab.train.batches import Batch
-from outrider.loading.fit import available_bytes
+from outrider.loading.fit import leaves_room
 from outrider.loading.loaded_model import LoadedModel
 from outrider.loading.loader import convert, load_model
 from outrider.loading.sources import check_sources
@@ -109,10 +109,9 @@ class FrozenTarget:
 
 
 def _may_widen(loaded: LoadedModel) -> bool:
-    """Tells whether a model has fewer bits than float32, and half of the memory that is left holds it in float32."""
-    available = available_bytes(loaded.device)
+    """Tells whether a model has fewer bits than float32, and memory has room for it in float32."""
     numbers = sum(weight.numel() for weight in loaded.model.parameters() if any(weight.stride()))
-    return loaded.dtype.itemsize < 4 and (available is None or 4 * numbers <= available / 2)
+    return loaded.dtype.itemsize < 4 and leaves_room(4 * numbers, loaded.device)
 
 
 class Teacher:
