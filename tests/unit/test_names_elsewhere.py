@@ -1,12 +1,14 @@
-"""Options of llama.cpp's commands, and keywords of their names, are answered with what they are called here."""
+"""Options of llama.cpp's commands and vLLM's, and keywords of their names, are answered with what they are called here."""
 
 from __future__ import annotations
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from outrider import LLM
 from outrider.cli.app import app
+from outrider.cli.elsewhere import _ANSWER, _RENAMED, _SPECULATIVE, _answer
 from outrider.errors import InvalidParameterError
 from outrider.options import named_elsewhere
 from outrider.propose.settings import LLAMA_CPP_TYPES, find
@@ -22,7 +24,7 @@ DRAFTING = (
 def told(*given: str) -> str:
     error = CliRunner().invoke(app, [*given]).exception
     assert isinstance(error, InvalidParameterError), error
-    assert error.problem == "an option of llama.cpp"
+    assert error.problem == "an option of llama.cpp or vLLM"
     return error.remedy.removeprefix("Use ").removesuffix(".")
 
 
@@ -59,13 +61,63 @@ def test_a_verb_says_its_own_option(given: tuple[str, ...], here: str) -> None:
     assert told(*given) == here
 
 
-def test_all_options_of_llama_cpp_in_a_line_are_answered_at_once() -> None:
-    error = (
-        CliRunner().invoke(app, ["serve", "-m", "m.gguf", "--port", "1", "--ctx-size=512", "-np", "4", "--zzz"]).exception
-    )
-    assert str(error) == (
-        "-m='m.gguf': an option of llama.cpp, and so are --ctx-size, -np. -m: Give the model without an option. "
-        "--ctx-size: Use --max-model-len 512. -np: Use --max-num-seqs 4."
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ("{'model': 'd', 'num_speculative_tokens': 5}", "--draft-model d --num-draft-tokens 5"),
+        ("{'model': 'd', 'method': 'eagle3'}", "--draft-model d"),
+        ("{'method': 'ngram', 'num_speculative_tokens': 4}", "--method ngram --num-draft-tokens 4"),
+        ("{'method': 'deepseek_mtp'}", "--method mtp"),
+        ("{}", "--draft-model FOLDER or --method NAME"),
+        ("[1]", "--draft-model FOLDER or --method NAME"),
+        ("oops", "--draft-model FOLDER or --method NAME"),
+    ],
+)
+def test_a_mapping_of_vllm_is_said_in_options(given: str, here: str) -> None:
+    given = given.replace("'", '"')
+    assert told("serve", "--speculative-config", given) == told("chat", "-sc", given) == here
+
+
+def test_options_without_a_setting_are_answered_too() -> None:
+    for option in (*_RENAMED, *_ANSWER, *_SPECULATIVE):
+        with pytest.raises(InvalidParameterError, match=r"(Use|Set|Give|Leave) .*\.$") as caught:
+            _answer(["m", option, "4"], _RENAMED.values())
+        assert caught.value.field == option
+
+
+def test_what_they_are_renamed_to_is_an_option_of_serve() -> None:
+    serve = next(each for each in get_command(app).commands.values() if each.name == "serve")  # type: ignore[attr-defined]
+    named = {name for option in serve.params for name in option.opts}
+    for answer in (*_RENAMED.values(), *(word.rstrip(".,:;") for each in _ANSWER.values() for word in each.split())):
+        assert not answer.startswith("--") or answer in named, answer
+
+
+def test_an_option_that_is_read_as_the_value_of_a_short_one_is_answered() -> None:
+    assert told("generate", "m.gguf", "-ngl", "99").startswith("Leave it out: a model lies on one device")
+
+
+def test_all_options_of_other_engines_in_a_line_are_answered_at_once() -> None:
+    line = [
+        "serve",
+        "-m",
+        "m.gguf",
+        "--port",
+        "1",
+        "--ctx-size=512",
+        "-ngl",
+        "9",
+        "-tp",
+        "1",
+        "--api-key",
+        "secret",
+        "--zzz",
+    ]
+    assert str(CliRunner().invoke(app, line).exception) == (
+        "-m, --ctx-size, -ngl, -tp, --api-key: options of llama.cpp or vLLM.\n"
+        "  -m: Give the model without an option.\n"
+        "  --ctx-size: Use --max-model-len 512.\n"
+        "  -ngl, -tp: Leave it out: a model lies on one device, and --device chooses it.\n"
+        "  --api-key: Set OUTRIDER_API_KEYS in the environment, or use --api-key-file FILE."
     )
 
 

@@ -1,4 +1,4 @@
-"""What a verb says in words of its own options: of options of llama.cpp's commands, and of errors that name settings."""
+"""What a verb says in words of its own options: of options of llama.cpp and vLLM, and of errors that name settings."""
 
 from __future__ import annotations
 
@@ -11,34 +11,80 @@ from typer.core import TyperCommand
 
 from outrider.errors import InputError, InvalidParameterError, ModelError
 
-_PLACED = "Leave it out: a draft model lies where the target does."
-_SHORT = "Leave it out: a draft ends where it no longer pays."
-_LOOKUP = "Leave it out, and use --method suffix: it learns from the texts that are written."
-#: Options of llama.cpp's commands for what is not set here.
-_WITHOUT = {
-    **dict.fromkeys(("--spec-draft-n-min", "--draft-min", "--draft-n-min", "--spec-ngram-mod-n-min"), _SHORT),
-    **dict.fromkeys(("--spec-draft-p-split", "--draft-p-split"), "Use --tree 3,2,1 or best_first for drafts that branch."),
-    **dict.fromkeys(("--spec-draft-ngl", "-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft"), _PLACED),
-    **dict.fromkeys(("--spec-draft-device", "-devd", "--device-draft"), _PLACED),
-    **dict.fromkeys(("--ctx-size-draft", "-cd"), "Leave it out: a draft model reads what the target reads."),
-    **dict.fromkeys(("--lookup-cache-static", "-lcs", "--lookup-cache-dynamic", "-lcd"), _LOOKUP),
-    **dict.fromkeys(("--model", "-m", "--hf-repo", "-hf"), "Give the model without an option."),
+#: Options of outrider serve by the names of options of other engines that mean the same.
+_RENAMED = {
+    **dict.fromkeys(("--alias", "-a"), "--served-model-name"),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), "--replicas"),
+    "--chat-template-file": "--chat-template",
+    "--reasoning-format": "--reasoning-parser",
+    "--ssl-cert-file": "--ssl-certfile",
+    "--ssl-key-file": "--ssl-keyfile",
+    "--tool-call-parser": "--tool-parser",
 }
+#: What is said of other options of theirs, {} for the value.
+_ANSWERS = {
+    "Give the model without an option.": ("--model", "-m", "--hf-repo", "-hf"),
+    "Leave it out: it is so without an option.": (
+        *("--jinja", "--cont-batching", "-cb", "--metrics", "--enable-prefix-caching", "--enable-chunked-prefill"),
+        *("--enable-auto-tool-choice", "--enable-reasoning", "--scheduling-policy"),
+    ),
+    "Leave it out: what is fastest is chosen.": (
+        *("--flash-attn", "-fa", "--mmap", "--no-mmap", "--mlock", "-b", "--ubatch-size", "-ub", "--numa", "--prio"),
+        *("--enforce-eager", "--block-size", "--compilation-config", "-O", "--swap-space"),
+    ),
+    "Leave it out: a model lies on one device, and --device chooses it.": (
+        *("--gpu-layers", "--n-gpu-layers", "-ngl", "--split-mode", "-sm", "--tensor-split", "-ts", "--main-gpu", "-mg"),
+        *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
+    ),
+    "Leave it out: a draft model lies where the target does.": (
+        *("--spec-draft-ngl", "-ngld", "--gpu-layers-draft", "--n-gpu-layers-draft"),
+        *("--spec-draft-device", "-devd", "--device-draft"),
+    ),
+    "Leave it out: a draft ends where it no longer pays.": (
+        *("--spec-draft-n-min", "--draft-min", "--draft-n-min", "--spec-ngram-mod-n-min"),
+    ),
+    "Leave it out: a draft model reads what the target reads.": ("--ctx-size-draft", "-cd"),
+    "Leave it out, and use --method suffix: it learns from the texts that are written.": (
+        *("--lookup-cache-static", "-lcs", "--lookup-cache-dynamic", "-lcd"),
+    ),
+    "Use --tree 3,2,1 or best_first for drafts that branch.": ("--spec-draft-p-split", "--draft-p-split"),
+    "Leave it out: keys and values have the dtype of the model.": (
+        *("--cache-type-k", "-ctk", "--cache-type-v", "-ctv", "--kv-cache-dtype"),
+    ),
+    "Leave it out: positions are what the model says.": (
+        *("--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--hf-overrides"),
+    ),
+    "Leave it out: texts take what memory is free, or --kv-cache-tokens of outrider serve.": ("--gpu-memory-utilization",),
+    "Leave it out: no adapter is applied. Merge it into its model first.": ("--lora", "--enable-lora", "--lora-modules"),
+    "Leave it out: only text is read.": ("--mmproj", "-mm", "--limit-mm-per-prompt"),
+    "Leave it out: texts are written, and no embeddings.": ("--embedding", "--embeddings", "--reranking", "--task"),
+    "Leave it out: outrider chat talks, and outrider generate writes one text.": (
+        *("--conversation", "-cnv", "--no-conversation", "-no-cnv", "--single-turn", "-st"),
+    ),
+    "Leave it out: no code of a model is run. LLM(trust_remote_code=True) of Python runs it.": ("--trust-remote-code",),
+    "Set OMP_NUM_THREADS={} in the environment; all cores compute without it.": ("--threads", "-t"),
+    "Leave it out: a prompt is computed by as many threads as all else.": ("--threads-batch", "-tb"),
+    "Use --allow-origin, once for each address.": ("--allowed-origins",),
+    "Set OUTRIDER_API_KEYS in the environment, or use --api-key-file FILE.": ("--api-key",),
+}
+_ANSWER = {option: answer for answer, options in _ANSWERS.items() for option in options}
+#: vLLM's option for a mapping that says who drafts.
+_SPECULATIVE = ("--speculative-config", "-sc")
 
 #: Methods of llama.cpp's kinds of drafting whose heads have a folder.
 _WITH_HEADS = ("eagle3", "dflash")
 
 
 class AnsweringCommand(TyperCommand):
-    """A verb that answers options of llama.cpp with its own, and whose errors name its options."""
+    """A verb that answers options of llama.cpp and vLLM with its own, and whose errors name its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual, but for the error where an option is unknown."""
+        """Parse as usual, but for errors where an option is another engine's. `-ngl` may be read as a value of `-n`."""
         given = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if type(error).__name__ == "NoSuchOption":  # of a copy of click that typer may bring
+            if "UsageError" in (kind.__name__ for kind in type(error).__mro__):  # of a copy of click that typer may bring
                 _answer(given, {option for each in self.params for option in each.opts})
             raise
 
@@ -62,43 +108,72 @@ class AnsweringCommand(TyperCommand):
         return {name: ctx.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
-# --- Options of llama.cpp's commands: a verb that is given one says what it is called here.
+# --- Options of other engines: a verb that is given some says what they are called here.
 
 
 def _answer(args: Sequence[str], known: Collection[str]) -> None:
-    """Raise InvalidParameterError for those of these options that are llama.cpp's; it answers all of them."""
-    remedies, values = dict[str, str](), dict[str, str]()
+    """Raise InvalidParameterError for those of these options that are llama.cpp's or vLLM's; it answers all of them."""
+    answers, values = dict[str, list[str]](), dict[str, str]()
     for place, given in enumerate(args):
         option, has_value, value = given.partition("=")
-        if not option.startswith("-") or option in known:
+        if not option.startswith("-") or option in known or option in values:
             continue
         value = value if has_value else next(iter(args[place + 1 :]), "")
-        remedy = _remedy(option, value, known)
-        if remedy is not None:
-            remedies[option], values[option] = remedy, value
-    if not remedies:
+        answer = _said_of(option, value, known)
+        if answer is not None:
+            answers.setdefault(answer, []).append(option)
+            values[option] = value
+    if not values:
         return
-    first, *others = remedies
-    problem, remedy = "an option of llama.cpp", remedies[first]
-    if others:
-        problem += f", and so {'is' if len(others) == 1 else 'are'} {', '.join(others)}"
-        remedy = " ".join(f"{option}: {each}" for option, each in remedies.items())
-    raise InvalidParameterError(first, values[first], problem, remedy)
+    problem = "an option of llama.cpp or vLLM" if len(values) == 1 else "options of llama.cpp or vLLM"
+    remedy, apart = next(iter(answers)), " "
+    if len(answers) > 1:  # a line for each answer
+        apart = "\n  "
+        remedy = apart.join(f"{', '.join(options)}: {answer}" for answer, options in answers.items())
+    error = InvalidParameterError(*next(iter(values.items())), problem, remedy)
+    error.args = (f"{', '.join(values)}: {problem}.{apart}{remedy}",)  # without values: one may be a key
+    raise error
 
 
-def _remedy(option: str, value: str, known: Collection[str]) -> str | None:
-    """What a verb has in place of an option of llama.cpp; None for other options."""
+def _said_of(option: str, value: str, known: Collection[str]) -> str | None:
+    """What a verb has in place of an option of another engine; None for other options."""
     from outrider.config import Flag, declared
     from outrider.options import named_elsewhere
 
+    if option in _SPECULATIVE:
+        return _speculation(value, known)
+    if option in _RENAMED:
+        ours = _RENAMED[option]
+        return f"Use {ours} {value}." if ours in known else _alone(ours, ["outrider serve"])
     found = named_elsewhere(option)
     if found is None:
-        return _WITHOUT.get(option)
+        return _ANSWER[option].format(value) if option in _ANSWER else None
     owner, name = found
     verbs = [f"outrider {verb}" for field, flag in declared(owner, Flag) if field == name for verb in flag.verbs]
     if verbs and _option(name) not in known:
-        return f"Leave it out: {_option(name)} is an option of {' and '.join(verbs)} alone."
+        return _alone(_option(name), verbs)
     return f"Use {_said_here(owner, name, value, known)}."
+
+
+def _alone(option: str, verbs: Sequence[str]) -> str:
+    return f"Leave it out: {option} is an option of {' and '.join(verbs)} alone."
+
+
+def _speculation(value: str, known: Collection[str]) -> str:
+    """Options that say what vLLM's mapping does; a method's weights say themselves how they draft."""
+    from outrider.propose.settings import SpeculationConfig
+
+    try:
+        given = dict(json.loads(value))
+    except (ValueError, TypeError):
+        given = {}
+    said = [f"--draft-model {given['model']}"] if "model" in given else []
+    if not said and "method" in given:
+        kind = str(given["method"])
+        said = [_said_here(SpeculationConfig, "method", "mtp" if kind.endswith("_mtp") else kind, known)]
+    if "num_speculative_tokens" in given:
+        said.append(_said_here(SpeculationConfig, "num_draft_tokens", str(given["num_speculative_tokens"]), known))
+    return f"Use {' '.join(said) or '--draft-model FOLDER or --method NAME'}."
 
 
 def _option(name: str) -> str:
