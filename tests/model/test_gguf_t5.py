@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
 
 from outrider import LLM, SamplingParams
 from outrider.errors import ModelError, OutriderError
@@ -233,3 +236,73 @@ def test_text_goes_in_and_comes_out(tmp_path: Path) -> None:
     assert answers[0].text == answers[1].text
     assert answers[0].token_ids == answers[1].token_ids
     assert 1 in LLM(file).engine.runner.loaded.eos_token_ids
+
+
+class Opaque(ctypes.Structure):
+    """Settings of llama.cpp, of which only the defaults are used. They are shorter than this in all versions."""
+
+    _fields_ = (("content", ctypes.c_char * 1024),)
+
+
+class Batch(ctypes.Structure):
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    )
+
+
+class LlamaCpp:
+    """A file of T5 in llama.cpp, whose server takes none."""
+
+    def __init__(self, path: str) -> None:
+        native = pytest.importorskip("xllamacpp")
+        self._library = ctypes.CDLL(native.xllamacpp.__file__)
+        settings = self._call("llama_model_default_params", Opaque)
+        model = self._call("llama_model_load_from_file", ctypes.c_void_p, path.encode(), settings)
+        context = self._call("llama_context_default_params", Opaque)
+        self._context = self._call("llama_init_from_model", ctypes.c_void_p, ctypes.c_void_p(model), context)
+        assert self._context
+
+    def _call(self, name: str, kind: Any, *values: Any) -> Any:
+        function = getattr(self._library, name)
+        function.restype = kind
+        return function(*values)
+
+    def read(self, tokens: list[int], position: int, function: str = "llama_decode") -> list[float]:
+        """The logits behind the first of these tokens."""
+        batch = self._call("llama_batch_init", Batch, len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for place, token in enumerate(tokens):
+            batch.token[place], batch.pos[place] = token, position + place
+            batch.n_seq_id[place], batch.seq_id[place][0], batch.logits[place] = 1, 0, 1
+        assert self._call(function, ctypes.c_int32, ctypes.c_void_p(self._context), batch) == 0
+        if function == "llama_encode":
+            return []
+        found = self._call("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), ctypes.c_void_p(self._context), 0)
+        return list(found[: encoders.VOCAB_SIZE])
+
+
+@pytest.mark.parametrize(("model", "kind", "most"), [("tied", "F32", 0.1), ("gated", "F32", 0.1), ("tied", "Q8_0", 0.5)])
+def test_logits_are_those_of_llama_cpp(tmp_path: Path, model: str, kind: str, most: float) -> None:
+    """It keeps keys and values as halves, looks GELU up, and needs as many layers of the decoder as of the encoder."""
+
+    def placeholders(writer: Any) -> None:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_vocab_size(encoders.VOCAB_SIZE)
+
+    source = gguf_t5.save(model, tmp_path / "source", num_layers=2, num_decoder_layers=2)
+    file = gguf_t5.write(source, tmp_path / "m.gguf", kind, vocabulary=placeholders)
+    theirs, config = LlamaCpp(file), AutoConfig.from_pretrained(source)
+    theirs.read(SOURCE, 0, "llama_encode")
+    scale = config.d_model**-0.5 if model == "tied" else 1.0  # which llama.cpp leaves out
+    token = config.decoder_start_token_id
+    for position, ours in enumerate(told(file)):
+        logprobs = torch.tensor(theirs.read([token], position), dtype=torch.float64).mul(scale).log_softmax(0)
+        assert max(abs(logprobs[token].item() - logprob) for token, logprob in ours.items()) < most, position
+        token = max(ours, key=lambda token: ours[token])
+        assert logprobs.argmax() == token or kind != "F32", position
