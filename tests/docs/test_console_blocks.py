@@ -42,6 +42,8 @@ NOT_RUN = {
     "outrider tune": _LONG,
     "outrider train": _LONG,
     "outrider convert HEAD": "it needs trained heads",
+    "outrider convert MODEL": "the embedded pair has no vocabulary of files; tests/unit/test_gguf.py writes others",
+    "ik-llama-quantize": "its package is not installed; tests/model/test_gguf_by_llama_cpp.py runs it where it is",
     "outrider convert T": "it needs trained heads; tests/model/test_gguf_mtp_conversion.py converts some",
     "outrider generate whole.gguf": "the line before needs trained heads",
     "outrider serve T": "it needs trained heads",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider import LLM, SamplingParams
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.lab.convert.gguf import write_gguf
 from outrider.lab.convert.gguf_families import FAMILIES
@@ -42,6 +43,19 @@ def llama_cpp_greedy(path: str, folder: Path, num_tokens: int) -> tuple[int, ...
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_was_made_of_a_file_becomes_one_again(tmp_path):
+    """Its numbers have 32 bits, which models compute with, and a reader finds those with the fewest digits in the file."""
+    pytest.importorskip("gguf")
+    logprobs = []
+    for epsilon in (1e-5, float(np.float32(1e-5))):
+        source = checkpoints.save("llama", tmp_path / str(epsilon), rms_norm_eps=epsilon)
+        for model in (source, write_gguf(source, tmp_path / f"{epsilon}.gguf", "float32")):
+            with LLM(model, dtype="float32", speculation="none") as llm:
+                found = llm.generate([list(PROMPT)], SamplingParams(temperature=0, max_tokens=8, logprobs=3))[0]
+            logprobs.append(found.logprobs)
+    assert logprobs == logprobs[:1] * 4
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.0), ("float16", 2**-11), ("bfloat16", 2**-8)])

@@ -54,7 +54,11 @@ def convert(
         str | None, typer.Option(help="The model that a head was made for, where the head does not name it.")
     ] = None,
     type: Annotated[
-        TensorType | None, typer.Option(help="The type of matrices in a file; Q8_0 unless given.", case_sensitive=False)
+        TensorType | None,
+        typer.Option(
+            help="The type of matrices in a file; Q8_0 unless given. llama-quantize makes Q4_K_M and its like of f16.",
+            case_sensitive=False,
+        ),
     ] = None,
     placeholders: Annotated[
         bool, typer.Option("--placeholders", help="Write names without a meaning in place of the vocabulary.")

@@ -251,16 +251,20 @@ def _has_window(config: Any) -> bool:
 
 
 def _meant(name: str, value: Any) -> Any:
-    """A value without what stands beside it in tensors, or is usual."""
+    """A value without what stands beside it in tensors, or is usual. Numbers of a file have 32 bits, as those of a folder
+    that was made of a file do."""
+    if isinstance(value, float):
+        return float(str(np.float32(value)))
+    if isinstance(value, list | tuple):
+        return [_meant(name, each) for each in value]
     if not isinstance(value, dict) or "rope" not in name:
-        return list(value) if isinstance(value, tuple) else value
+        return value
     if "rope_type" not in value:
         return {kind: _meant(name, own) for kind, own in value.items()}
     kind = value["rope_type"]
     left_out = {"llama3": set(value) - {"rope_theta"}, "longrope": _OF_LONG_ROPE}.get(kind, set())
     told = {key: own for key, own in value.items() if key not in left_out and own not in (None, _USUAL_ROPE.get(key))}
-    # Factors are tensors of a file, which have 32 bits.
-    found = {key: np.array(own, np.float32).tolist() if isinstance(own, list) else own for key, own in told.items()}
+    found = {key: _meant(key, own) for key, own in told.items()}
     return found | ({"rope_type": "default"} if kind == "llama3" else {})
 
 
