@@ -118,6 +118,16 @@ def declared(kind: type[BaseModel], what: type[T]) -> Iterator[tuple[str, T]]:
     )
 
 
+def field_by_option(owners: Iterable[type[Frozen]], option: str) -> tuple[type[Frozen], str] | None:
+    """The field that has this name as an option of llama.cpp's commands, or as a keyword made of one: its owner, and its
+    name here. None for other names."""
+    for owner in owners:
+        for ours, names in declared(owner, Elsewhere):
+            if option in names.options or option in (each.lstrip("-").replace("-", "_") for each in names.options):
+                return owner, ours
+    return None
+
+
 def part_of(kind: type[BaseModel], given: Mapping[str, Any]) -> dict[str, Any]:
     """Keeps the values that are fields of a model."""
     return {name: given[name] for name in given if name in kind.model_fields}
@@ -281,6 +291,10 @@ class SchedulerConfig(Frozen):
 
 
 # --- RequestOptions: what a request carries beside its prompt, its sampling parameters and its speculation.
+
+
+#: The configurations whose fields are keywords of `LLM`, but for the model's name.
+CONFIGS = (ModelConfig, SchedulerConfig, CacheConfig)
 
 
 @dataclass(frozen=True)

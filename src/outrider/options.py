@@ -10,17 +10,16 @@ from typing import Any, TypedDict, TypeVar, cast
 import torch
 
 from outrider.config import (
+    CONFIGS,
     ActivationsName,
     AttentionName,
-    CacheConfig,
     DraftQuantizationName,
     DTypeName,
     Elsewhere,
     Frozen,
-    ModelConfig,
     QuantizationName,
-    SchedulerConfig,
     declared,
+    field_by_option,
     unknown_setting,
 )
 from outrider.errors import InvalidParameterError
@@ -132,8 +131,6 @@ class CallOptions(TextOptions, total=False):
 
 #: Methods with settings that llama.cpp's commands have options for.
 _WITH_NAMES_ELSEWHERE = ("draft_model", "mtp", "ngram", "suffix")
-#: The configurations whose fields are keywords of `LLM`, but for the model's name.
-CONFIGS = (ModelConfig, SchedulerConfig, CacheConfig)
 #: What keywords are where nothing else is given; None where they are not here.
 _USUAL: dict[str, Any] = {name: field.default for kind in CONFIGS for name, field in kind.model_fields.items()}
 _USUAL |= {"consume": False, "trace": False, "priority": 0, "references": (), "shown_tokens": ()}
@@ -171,15 +168,7 @@ def named_elsewhere(name: str) -> tuple[type[Frozen], str] | None:
     """The setting that has this name as an option of llama.cpp's commands, or as a keyword made of one: its owner, and its
     name here. None for other names."""
     owners: list[type[Frozen]] = [*CONFIGS, SamplingParams, SpeculationConfig, *map(find, _WITH_NAMES_ELSEWHERE)]
-    for owner in owners:
-        for ours, names in declared(owner, Elsewhere):
-            if name in names.options or name in map(_as_keyword, names.options):
-                return owner, ours
-    return None
-
-
-def _as_keyword(option: str) -> str:
-    return option.lstrip("-").replace("-", "_")
+    return field_by_option(owners, name)
 
 
 def draft_setting(owner: type[Frozen], name: str, value: object) -> dict[str, Any]:

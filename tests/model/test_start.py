@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from outrider import LLM, building
+from outrider.config import default_model
 
 COMMAND = """
 import sys
@@ -21,6 +22,8 @@ except SystemExit as end:
 """
 GENERATE = COMMAND.format(arguments=["generate", "--prompt", "Once", "--max-tokens", "2"])
 SERVE = COMMAND.format(arguments=["serve", "/no.gguf"]).replace("not end.code", "end.code == 2")
+DRAFT = COMMAND.format(arguments=["generate", "-p", "Once", "--max-tokens", "2", "--draft-model", default_model("draft")])
+SLIP = COMMAND.format(arguments=["serve", "m", "--prot", "80"]).replace("not end.code", "end.code == 2")
 LIBRARY = """
 from outrider import LLM, SamplingParams
 LLM().generate("Once", SamplingParams(max_tokens=2))
@@ -58,8 +61,10 @@ def imported(code: str) -> set[str]:
         (LIBRARY, SELDOM | {"rich", "typer", "outrider.cli"}),
         (GENERATE, SELDOM | BESIDE),
         (SERVE, SELDOM | BESIDE | {"triton"}),
+        (DRAFT, SELDOM | BESIDE | {"triton"}),
+        (SLIP, HEAVY - {"pydantic"} | SELDOM),
     ],
-    ids=["import", "help", "library", "generate", "serve"],
+    ids=["import", "help", "library", "generate", "serve", "draft", "slip"],
 )
 def test_what_is_not_needed_is_not_imported(code: str, left_out: set[str]) -> None:
     found = imported(code)

@@ -11,9 +11,9 @@ import torch
 
 from outrider import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from outrider.cli.app import _VERBS
-from outrider.config import Asked, Elsewhere, Flag, RequestOptions, declared
+from outrider.config import CONFIGS, Asked, Elsewhere, Flag, RequestOptions, declared
 from outrider.lab.cli import train
-from outrider.options import CONFIGS, CallOptions, LLMSettings, TextOptions
+from outrider.options import CallOptions, LLMSettings, TextOptions
 from outrider.server.messages import MessagesRequest
 from outrider.server.schemas import SAME, ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typer.core import TyperCommand
 
+from outrider.cli.startup import light_imports
 from outrider.errors import InputError, InvalidParameterError, ModelError
+
+if TYPE_CHECKING:
+    from outrider.config import Frozen
 
 #: Options of outrider serve by the names of options of other engines that mean the same.
 _RENAMED = {
@@ -68,6 +72,8 @@ _ANSWERS = {
     "Set OUTRIDER_API_KEYS in the environment, or use --api-key-file FILE.": ("--api-key",),
 }
 _ANSWER = {option: answer for answer, options in _ANSWERS.items() for option in options}
+#: Options that say how to draft, and a setting of a method may have the name of.
+_OF_DRAFTS = re.compile("--(spec|draft|model-draft|mtp)|-(md|hfd)$")
 #: vLLM's option for a mapping that says who drafts.
 _SPECULATIVE = ("--speculative-config", "-sc")
 
@@ -138,14 +144,13 @@ def _answer(args: Sequence[str], known: Collection[str]) -> None:
 def _said_of(option: str, value: str, known: Collection[str]) -> str | None:
     """What a verb has in place of an option of another engine; None for other options."""
     from outrider.config import Flag, declared
-    from outrider.options import named_elsewhere
 
     if option in _SPECULATIVE:
         return _speculation(value, known)
     if option in _RENAMED:
         ours = _RENAMED[option]
         return f"Use {ours} {value}." if ours in known else _alone(ours, ["outrider serve"])
-    found = named_elsewhere(option)
+    found = None if option in _ANSWER else _setting(option)
     if found is None:
         return _ANSWER[option].format(value) if option in _ANSWER else None
     owner, name = found
@@ -155,13 +160,28 @@ def _said_of(option: str, value: str, known: Collection[str]) -> str | None:
     return f"Use {_said_here(owner, name, value, known)}."
 
 
+def _setting(option: str) -> tuple[type[Frozen], str] | None:
+    """The setting that an option of llama.cpp stands for: its owner and its name."""
+    from outrider.config import CONFIGS, field_by_option
+    from outrider.params import SamplingParams
+
+    found = field_by_option((*CONFIGS, SamplingParams), option)
+    if found is not None or not _OF_DRAFTS.match(option):
+        return found
+    with light_imports():  # settings of methods take seconds to import, which a slip of the pen is not worth
+        from outrider.options import named_elsewhere
+
+        return named_elsewhere(option)
+
+
 def _alone(option: str, verbs: Sequence[str]) -> str:
     return f"Leave it out: {option} is an option of {' and '.join(verbs)} alone."
 
 
 def _speculation(value: str, known: Collection[str]) -> str:
     """Options that say what vLLM's mapping does; a method's weights say themselves how they draft."""
-    from outrider.propose.settings import SpeculationConfig
+    with light_imports():
+        from outrider.propose.settings import SpeculationConfig
 
     try:
         given = dict(json.loads(value))
@@ -182,12 +202,14 @@ def _option(name: str) -> str:
 
 def _said_here(owner: Any, name: str, value: str, known: Collection[str]) -> str:
     """The option that says the same, of those that a verb has."""
-    from outrider.options import draft_setting
-    from outrider.propose.settings import Method, SpeculationConfig
+    from outrider.config import CONFIGS
+    from outrider.params import SamplingParams
 
     own = _option(name)
-    if owner is not SpeculationConfig and not issubclass(owner, Method):
+    if owner in (*CONFIGS, SamplingParams):
         return f"{own} {value}"
+    from outrider.options import draft_setting
+
     settings = draft_setting(owner, name, _number(value))
     method = settings.get("method", "draft_model")
     if method == "draft_model" and name in ("model", "method"):

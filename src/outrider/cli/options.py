@@ -84,15 +84,15 @@ Loading = Annotated[
 # --- The objects that options stand for.
 
 
+@light_imports()  # which methods ask for, too
 def speculation(
     method: str | None, draft_model: str | None, num_draft_tokens: int | None, rule: str | None, tree: str | None = None
 ) -> Any:
     """A SpeculationConfig from what was given. A draft model without a method is one to choose from. Where only fields of a
     draft were given, these, for the draft model of the embedded pair; None where nothing was."""
-    with light_imports():
-        from outrider.propose.compositions import Auto
-        from outrider.propose.defaults import with_draft_model
-        from outrider.propose.settings import SpeculationConfig
+    from outrider.propose.compositions import Auto
+    from outrider.propose.defaults import with_draft_model
+    from outrider.propose.settings import SpeculationConfig
 
     widths = None if tree is None else _widths(tree)
     changes = {"num_draft_tokens": num_draft_tokens, "rule": rule, "tree": widths}
