@@ -119,10 +119,15 @@ class PromptEncoder:
         except InvalidPromptError:
             raise
         except Exception as error:
-            field, value, remedy = "messages", conversation, "Use role and content in each."
+            field, remedy = "messages", "Use role and content in each."
+            value: object = conversation
             with suppress(Exception):  # which a conversation without tools may do as well
                 if described and encode(None):
                     field, value, remedy = "tools", described, "Use fewer tools, and schemas that are not nested so deeply."
+            with suppress(Exception):  # as may one with the template's own settings
+                if settings and self._encode_conversation(conversation, messages, described, {}, largest):
+                    field, value = "chat_template_kwargs", settings
+                    remedy = "Use values that the template takes, and that are not nested deeply."
             whose = "the embedded model" if self._model is None else self._model
             problem = f"the chat template of {whose} refuses them ({error})"
             raise InvalidPromptError(field, value, problem, remedy) from error

@@ -64,6 +64,7 @@ def test_files_are_parted(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     pytest.importorskip("compressed_tensors")
     monkeypatch.setattr(compressed_tensors, "_FILE_BYTES", 20_000)
     out = write_compressed(path, tmp_path / "out", FORMATS["int4-g32"])
+    assert len({file.stat().st_mode for file in Path(out).iterdir()}) == 1, "whoever may read one may read all"
     assert len(list(out.glob("*.safetensors"))) > 2
     AutoModelForCausalLM.from_pretrained(out)
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]

@@ -11,8 +11,10 @@ from time import perf_counter
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from outrider import LLM
+from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.loading import sources
 
@@ -46,6 +48,18 @@ def gguf_file(folder: Path) -> Path:
 
 def other_file(folder: Path) -> Path:
     return folder / "model.safetensors"
+
+
+def modelfile(folder: Path) -> Path:
+    place = folder.with_name("Modelfile")
+    place.write_text("# made by ollama\nFROM /models/blobs/sha256-ab\nTEMPLATE {{ .Prompt }}\n")
+    return place
+
+
+def hub_cache(folder: Path) -> Path:
+    place = folder.with_name("models--owner--name")
+    shutil.move(folder, place / "snapshots" / "ab")
+    return place
 
 
 def no_config(folder: Path) -> Path:
@@ -104,7 +118,9 @@ def encoder(folder: Path) -> Path:
         (adapter, "it is an adapter of meta/base", "merge_and_unload"),
         (gguf, "it holds GGUF files", "model-Q4_K_M.gguf"),
         (gguf_file, "it ends within its first 24 bytes", "again"),
-        (other_file, "it is a file, and neither a folder nor a GGUF file", "config.json"),
+        (other_file, "it is a file, and neither a folder nor a GGUF file", "Give its folder, "),
+        (modelfile, "it is a file, and neither a folder nor a GGUF file", "named behind FROM: /models/blobs/sha256-ab."),
+        (hub_cache, "it holds no config.json, but snapshots", "snapshots/ab, where the hub's cache"),
         (quantised("awq"), "weights are quantised, and none are", "again"),
         (quantised("bitsandbytes"), "quantised by bitsandbytes", 'quantization="int8"'),
         (own_code, "trust_remote_code", "trust_remote_code=True"),
@@ -122,6 +138,22 @@ def test_what_is_given_is_named(folder: Path, change: Callable[[Path], Path], pr
         LLM(change(folder), speculation="none")
     assert problem in str(caught.value)
     assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llama3.2:1b", "owner/name:latest", "hf.co/owner/name-GGUF:Q4_K_M", "hf.co/owner/name"])
+def test_a_name_of_ollama_is_told_where_its_file_is(name: str) -> None:
+    with pytest.raises(OutriderError, match="ollama show --modelfile"):
+        LLM(name, speculation="none")
+
+
+@pytest.mark.parametrize("verb", [["quantize"], ["convert", "--to", "gguf"]])
+def test_verbs_that_write_checkpoints_name_a_file_as_one(verb: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + bytes(60))
+    for given, problem in ((file, "it is a GGUF file, and folders alone are taken"), (tmp_path / "no", "no such folder")):
+        error = CliRunner().invoke(app, [*verb, str(given), "--out", str(tmp_path / "out")]).exception
+        assert isinstance(error, OutriderError)
+        assert problem in str(error)
 
 
 def test_a_draft_model_is_named_in_the_same_way(sound: Path, tmp_path: Path) -> None:

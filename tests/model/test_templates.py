@@ -152,6 +152,13 @@ def test_an_error_names_the_template_and_its_model(encoder: PromptEncoder) -> No
         encoder.encode_conversation(HI)
 
 
+def test_settings_that_a_template_does_not_take_are_named(encoder: PromptEncoder) -> None:
+    encoder.tokenizer.chat_template = "{% if no %}{{ raise_exception('no') }}{% endif %}a"  # type: ignore[union-attr]
+    with pytest.raises(InvalidPromptError) as caught:
+        encoder.encode_conversation(HI, no=True)
+    assert (caught.value.field, caught.value.value) == ("chat_template_kwargs", {"no": True})
+
+
 LONG = "word " * 780_000
 
 

@@ -59,6 +59,16 @@ def answer_to(server: Server, sent: bytes) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
+def test_an_upgrade_to_web_sockets_is_an_ordinary_request(server: Server) -> None:
+    """uvicorn would take it where a package for it is installed, and answer without the form of errors."""
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    upgrade["sec-websocket-key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+    status, body = answer_to(server, request({"prompt": "x", "max_tokens": 1}, **upgrade))
+    assert (status, json.loads(body)["object"]) == (200, "text_completion")
+    status, body = answer_to(server, request({}, "/nope", **upgrade))
+    assert (status, json.loads(body)["error"]["type"]) == (404, "not_found_error")
+
+
 @pytest.mark.parametrize("fields", [{"prompt": "x", "max_tokens": 2, "temperature": 0}, LONG], ids=["short", "long"])
 def test_a_client_that_closes_its_side_gets_its_answer(server: Server, fields: dict[str, Any]) -> None:
     want = server.post("/v1/completions", fields).json()["choices"]

@@ -107,13 +107,22 @@ def test_help_and_the_page_tell_the_exit_codes() -> None:
 
 
 @pytest.mark.parametrize(("typed", "said"), [
-    ("serv", "No such command 'serv'. Did you mean 'serve'?"), ("run", "No such command 'run'. The commands are generate"),
+    ("serv", "No such command 'serv'. Did you mean 'serve'?"),
+    ("loaf", "No such command 'loaf'. The commands are generate"),
 ])  # fmt: skip
 def test_an_unknown_command_is_answered_with_those_that_there_are(typed: str, said: str) -> None:
     result = invoked(typed)
     assert result.exit_code == 2
     assert said in result.stderr
     assert "--help' for help" in result.stderr
+
+
+@pytest.mark.parametrize(("typed", "said"), [("run", "outrider chat MODEL"), ("pull", "GGUF files"), ("show", "doctor")])
+def test_a_command_of_ollama_is_answered(typed: str, said: str) -> None:
+    error = invoked(typed, "llama3.2:1b").exception
+    assert isinstance(error, InvalidParameterError)
+    assert (error.value, error.problem) == (typed, "a command of Ollama")
+    assert said in error.remedy
 
 
 def _verbs(group: Any, *names: str) -> dict[tuple[str, ...], Any]:

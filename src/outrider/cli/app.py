@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from outrider import __version__
 from outrider.cli.elsewhere import AnsweringCommand
+from outrider.errors import InvalidParameterError
 
 #: Where each verb is, in the order in which help names them: module, and function or group.
 _VERBS = {
@@ -29,6 +30,14 @@ _VERBS = {
     "doctor": ("outrider.lab.cli.doctor", "doctor"),
     "tune": ("outrider.lab.cli.tune", "tune"),
     "train": ("outrider.lab.cli.train", "app"),
+}
+
+_OWN_FILES = "Models are your own folders and GGUF files, and hub ids: give one to outrider chat or outrider serve."
+#: What does here what commands of Ollama do.
+_OF_OLLAMA = {
+    "run": "Use outrider chat MODEL, or outrider generate MODEL -p TEXT for one answer.",
+    "show": "Use outrider doctor MODEL.",
+    **dict.fromkeys(("pull", "push", "create", "list", "ls", "ps", "cp", "rm", "stop"), _OWN_FILES),
 }
 
 
@@ -74,10 +83,12 @@ class _Verbs(TyperGroup):
         return list(_VERBS)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the verb as usual. An error that suggests none names them all."""
+        """Find the verb as usual. An error that suggests none names them all. A command of Ollama is answered."""
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
+            if args[0] in _OF_OLLAMA:
+                raise InvalidParameterError("command", args[0], "a command of Ollama", _OF_OLLAMA[args[0]]) from None
             if type(error).__name__ == "UsageError" and "Did you mean" not in str(error):  # of typer's copy of click
                 error.message = f"{error} The commands are {', '.join(_VERBS)}."  # type: ignore[attr-defined]
             raise

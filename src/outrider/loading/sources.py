@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path, PurePosixPath
 from textwrap import shorten
@@ -32,8 +33,18 @@ def check_sources(**sources: str | None) -> None:
         elif source.endswith(".gguf"):
             raise InvalidParameterError(name, source, "no such file", "Give the path of a GGUF file.")
         elif not _may_be_hub_id(source):
-            remedy = "Give the folder that holds config.json and the weights, or a hub id like owner/name."
+            remedy = _OF_OLLAMA if _OLLAMA_NAME.fullmatch(source) else _NEEDED
             raise InvalidParameterError(name, source, "no such folder", remedy)
+
+
+def check_is_folder(field: str, source: str) -> None:
+    """Refuse what is no folder, for commands that write a checkpoint in another form."""
+    if os.path.isdir(source):
+        return
+    if os.path.isfile(source) and is_gguf(source):
+        remedy = "Give the folder of the checkpoint that it was made from."
+        raise InvalidParameterError(field, source, "it is a GGUF file, and folders alone are taken", remedy)
+    raise InvalidParameterError(field, source, "no such folder", "Give the folder of a checkpoint.")
 
 
 def _may_be_hub_id(source: str) -> bool:
@@ -110,7 +121,10 @@ def local_folder(model: str, options: dict[str, Any]) -> Path:
 
 
 _ADAPTER, _CONFIG = "adapter_config.json", "config.json"
-_NEEDED = "Give the folder that holds config.json and the weights, or a hub id like owner/name."
+_NEEDED = "Give the folder that holds config.json and the weights, a GGUF file, or a hub id like owner/name."
+#: Names of Ollama's and llama.cpp's kind, as llama3.2:1b and hf.co/owner/name:Q4_K_M.
+_OLLAMA_NAME = re.compile(r"[\w.-]+(/[\w.-]+)*:[\w.-]+|(hf\.co|huggingface\.co)/.*")
+_OF_OLLAMA = "Give the path of its GGUF file; `ollama show --modelfile NAME` prints it behind FROM."
 
 
 def check_is_checkpoint(field: str, source: str) -> None:
@@ -119,7 +133,8 @@ def check_is_checkpoint(field: str, source: str) -> None:
     if path.is_file():
         if is_gguf(source):
             return
-        raise InvalidParameterError(field, source, "it is a file, and neither a folder nor a GGUF file", _NEEDED)
+        remedy = _way_on_from(path) or _NEEDED
+        raise InvalidParameterError(field, source, "it is a file, and neither a folder nor a GGUF file", remedy)
     if (path / _CONFIG).exists() or not path.is_dir():
         return
     if (path / _ADAPTER).exists():
@@ -128,7 +143,23 @@ def check_is_checkpoint(field: str, source: str) -> None:
     if any(name.lower().endswith(".gguf") for name in names):
         raise _gguf(source, names)
     holds = f"it holds no {_CONFIG}, but {', '.join(names[:3])}" if names else "the folder is empty"
-    raise InvalidParameterError(field, source, holds, _NEEDED)
+    cached = [found for found in sorted(path.glob("snapshots/*")) if (found / _CONFIG).exists()]
+    remedy = f"Give {cached[-1]}, where the hub's cache keeps a revision of it." if cached else _NEEDED
+    raise InvalidParameterError(field, source, holds, remedy)
+
+
+def _way_on_from(file: Path) -> str | None:
+    """What to give in place of a file: the folder of a checkpoint that it is a part of, or the file that a Modelfile of
+    Ollama names; None where it is neither."""
+    if (file.parent / _CONFIG).exists():
+        return f"Give its folder, {file.parent}."
+    with file.open("rb") as content:
+        named = re.search(rb"^FROM[ \t]+([^\r\n]+)", content.read(1 << 16), re.MULTILINE | re.IGNORECASE)
+    return (
+        None
+        if named is None
+        else f"Give the file that is named behind FROM: {named[1].decode('utf-8', 'replace').strip()}."
+    )
 
 
 def missing_head(model: str, hf_config: Any, missing: list[str]) -> UnsupportedModelError | None:

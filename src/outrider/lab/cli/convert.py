@@ -77,8 +77,9 @@ def convert(
     EAGLE-3 as files."""
     from rich.console import Console
 
-    if not Path(model).is_dir():
-        raise InvalidParameterError("model", model, "no such folder", "Give the folder of a checkpoint.")
+    from outrider.loading.sources import check_is_folder
+
+    check_is_folder("model", model)
     from outrider.heads.formats.published import is_head
 
     if to is FileFormat.GGUF and not is_head(model):
@@ -157,12 +158,13 @@ def quantize(
     """Round the weights of a checkpoint, and write them in the format of compressed-tensors with a card."""
     from rich.console import Console
 
+    from outrider.loading.sources import check_is_folder
+
+    check_is_folder("model", model)
     from outrider.kernels.weights import check_groups
     from outrider.lab.convert.compressed_tensors import format_of, rounded_layers, write_compressed
     from outrider.lab.measure.agreement import agreement_of_checkpoint, rounded_card
 
-    if not Path(model).is_dir():
-        raise InvalidParameterError("model", model, "no such folder", "Give the folder of a checkpoint.")
     fmt = format_of(bits, group_size or None)
     content = None if text is None else read_text(text)
     layers = rounded_layers(model)

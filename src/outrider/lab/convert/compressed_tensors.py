@@ -99,7 +99,10 @@ def _write_weights(checkpoint: str, folder: Path, fmt: WeightFormat, layers: dic
         problem = f"{missing[0]} is in none of its safetensors files"
         raise ModelLoadError(checkpoint, problem, "Save it again with transformers.")
     text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
-    (folder / "model.safetensors.index.json").write_text(text, "utf-8")
+    list_of_files = folder / "model.safetensors.index.json"
+    list_of_files.write_text(text, "utf-8")
+    for name in set(index.values()):  # which safetensors lets the owner alone read, and a server may run as somebody else
+        shutil.copymode(list_of_files, folder / name)
 
 
 def _tensors(checkpoint: str) -> Iterator[tuple[str, Tensor]]:
