@@ -202,6 +202,22 @@ def test_the_machine_reads_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e7 < product_peak(torch.device("cpu"), torch.float32, 64, repeats=2) < 1e14
     monkeypatch.setattr(machine, "_PATIENCE", 0.0)
     assert 1e7 < product_peak(torch.device("cpu"), torch.float32, 64, repeats=10**9) < 1e14, "it does not go on for ever"
+
+
+@pytest.mark.parametrize(("patience", "sides"), [(1e9, [8, 8, 64, 64]), (0.0, [8, 8])])
+def test_slow_products_are_of_small_matrices(patience: float, sides: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without products of bf16 would take half a minute for one of the usual size."""
+    made: list[int] = []
+    stock = torch.rand
+
+    def rand(*shape: int, **how: Any) -> torch.Tensor:
+        made.append(shape[0])
+        return stock(*shape, **how)
+
+    monkeypatch.setattr(machine, "_PATIENCE", patience)
+    monkeypatch.setattr(torch, "rand", rand)
+    assert product_peak(torch.device("cpu"), torch.float32, 64, repeats=2) > 0.0
+    assert made == sides
     peak = machine.MemoryWatch(torch.device("cpu")).peak()
     assert peak.cuda is None
     assert peak.resident is None or peak.resident > 2**24
