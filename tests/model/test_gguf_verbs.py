@@ -112,7 +112,10 @@ def test_a_chat_uses_the_template_of_the_file(files: dict[str, str]) -> None:
     code, shown = run(files, "chat", "TARGET", "--draft-model", "DRAFT", "--max-tokens", "8", typed="Hello\n")
     assert code == 0, shown
     assert "8 tokens in" in shown
-    assert f"{files['target']}: {COMPUTED}" in shown
+    assert f"{files['target']}: {COMPUTED}; --activations none leaves rows as they are" in shown
+    code, shown = run(files, "chat", "TARGET", "--activations", "none", "--max-tokens", "8", typed="Hello\n")
+    assert code == 0, shown
+    assert "8 bits" not in shown
 
 
 def test_files_are_examined_and_tuned(files: dict[str, str]) -> None:

@@ -250,7 +250,9 @@ def load(console: Console, model: str | None, settings: Any, *, chats: bool, **o
         with watched_reading(show):
             llm = LLM(model, speculation={"method": "draft_model", **changes} if changes else settings, **options)
     if model is not None and is_gguf(model):
-        console.print(f"{model}: {llm.engine.runner.loaded.arithmetic}", style="dim", markup=False)
+        loaded = llm.engine.runner.loaded
+        as_well = "; --activations none leaves rows as they are" if loaded.rounds_rows else ""
+        console.print(f"{model}: {loaded.arithmetic}{as_well}", style="dim", markup=False)
     said = carried_layers(llm.engine.runner.loaded, llm.speculation)
     if said and settings != "none":  # instruments say themselves what they measure
         console.print(f"{model}: {said}", style="dim", markup=False)
