@@ -274,8 +274,8 @@ class SchedulerConfig(Frozen):
         Flag("Texts that are written at a time.", _SERVING),
         Elsewhere(options=("--parallel", "-np")),
     ] = Field(32, ge=1, description="Use 1 or more.")
-    max_num_batched_tokens: Annotated[int, Flag("Rows of a pass.", _SERVING), Elsewhere(options=("--batch-size",))] = Field(
-        1024, ge=1, description="Use 1 or more."
+    max_num_batched_tokens: Annotated[int, Flag("Rows of a pass.", _SERVING), Elsewhere(options=("--batch-size", "-b"))] = (
+        Field(1024, ge=1, description="Use 1 or more.")
     )
 
     @model_validator(mode="after")

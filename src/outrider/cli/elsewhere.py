@@ -33,7 +33,7 @@ _ANSWERS = {
         *("--enable-auto-tool-choice", "--enable-reasoning", "--scheduling-policy"),
     ),
     "Leave it out: what is fastest is chosen.": (
-        *("--flash-attn", "-fa", "--mmap", "--no-mmap", "--mlock", "-b", "--ubatch-size", "-ub", "--numa", "--prio"),
+        *("--flash-attn", "-fa", "--mmap", "--no-mmap", "--mlock", "--ubatch-size", "-ub", "--numa", "--prio"),
         *("--enforce-eager", "--block-size", "--compilation-config", "-O", "--swap-space"),
     ),
     "Leave it out: a model lies on one device, and --device chooses it.": (
