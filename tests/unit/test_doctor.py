@@ -172,7 +172,7 @@ def test_a_speed_that_stays_impossible_is_not_told(monkeypatch: pytest.MonkeyPat
     assert len(order) == 12
     assert speedups == ()
     assert "more than its tokens a pass" in doubts[0]
-    judged = judge_speed(None, terms(), situation(), acceptance=Level.OK)
+    judged = judge_speed((), terms(), situation(), acceptance=Level.OK)
     assert judged.level is Level.NOTE
     assert "its speed is not known" in judged.text
 
@@ -208,9 +208,24 @@ def test_the_prediction_is_tokens_over_time() -> None:
     [(2.0, Level.OK, Level.OK), (1.0, Level.OK, Level.USELESS), (2.0, Level.WRONG, Level.USELESS)],
 )
 def test_speed_that_gains_nothing_is_useless(measured: float, acceptance: Level, level: Level) -> None:
-    judged = judge_speed(measured, terms(), situation(), acceptance=acceptance)
+    judged = judge_speed((measured,), terms(), situation(), acceptance=acceptance)
     assert judged.level is level
     assert f"{measured:.2f} times as fast" in judged.text
+
+
+@pytest.mark.parametrize(
+    ("rounds", "predicted", "level"),
+    [
+        ((0.8, 0.95, 2.7), 1.3, Level.NOTE),  # it may gain
+        ((0.8, 0.95, 1.0), 1.3, Level.USELESS),
+        ((0.8, 0.95, 2.7), 0.9, Level.USELESS),  # that it cannot gain is what was expected
+        ((0.8, 1.2, 2.7), 1.3, Level.OK),
+    ],
+)
+def test_rounds_that_lie_far_apart_cannot_tell(rounds: tuple[float, ...], predicted: float, level: Level) -> None:
+    judged = judge_speed(rounds, terms(tokens=predicted, verify=0.9, propose=0.0), situation(), acceptance=Level.OK)
+    assert judged.level is level
+    assert ("Rounds lie between 0.80 and 2.70" in judged.text) is (level is Level.NOTE)
 
 
 @pytest.mark.parametrize(

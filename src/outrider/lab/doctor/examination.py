@@ -300,7 +300,7 @@ class Examination:
         judged = judge_acceptance(config.name, acceptance)
         situation = self._situation(config, drafted, passes, own, own_passes)
         measured = median(ratios) if ratios else None
-        speed = judge_speed(measured, terms, situation, acceptance=judged.level)
+        speed = judge_speed(ratios, terms, situation, acceptance=judged.level)
         facts = None if own is None else model_facts(own)
         found = (*findings, judged, speed)
         return MethodReport(

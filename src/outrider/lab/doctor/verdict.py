@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median
 
 from outrider.propose.row_heads import FolderMethod
 from outrider.propose.settings import find
@@ -121,21 +122,26 @@ def _usual(method: str) -> str:
     return f" Typical is {usual} ({typical.source})."
 
 
-def judge_speed(measured: float | None, terms: Terms, situation: Situation, *, acceptance: Level) -> Finding:
-    """Tells whether speculation gains, which term limits it most, and the remedy. The measured speedup is None where other
-    work disturbed it, so that it is not known."""
-    if measured is None:
+def judge_speed(rounds: Sequence[float], terms: Terms, situation: Situation, *, acceptance: Level) -> Finding:
+    """Tells whether speculation gains, by its speedup in each round, what limits it most, and the remedy. There are no
+    rounds where other work disturbed it, so that its speed is not known."""
+    if not rounds:
         text = f"{situation.method} seemed faster than it can be: other work disturbed it, and its speed is not known."
         return Finding("speed", Level.NOTE, text, "Measure again when the machine is at rest.")
     name, text, remedy = limit(terms, situation)
-    gains = measured >= GAINS_FROM
+    measured = median(rounds)
     said = (
         f"{situation.method} writes {measured:.2f} times as fast as plain decoding; {terms.speedup:.2f} was predicted from "
         "the acceptance and the times of passes."
     )
     if acceptance is Level.WRONG:
         return Finding("speed", Level.USELESS, f"{said} Too little of the drafts stands.", "Correct the acceptance first.")
-    level = Level.OK if gains else Level.USELESS
+    if measured < GAINS_FROM <= min(max(rounds), terms.speedup):
+        apart = f"Rounds lie between {min(rounds):.2f} and {max(rounds):.2f}, so that so few cannot tell whether it gains."
+        return Finding(
+            "speed", Level.NOTE, f"{said} {apart}", "Measure again when the machine is at rest, with more prompts."
+        )
+    level = Level.OK if measured >= GAINS_FROM else Level.USELESS
     return Finding("speed", level, f"{said} What limits it is the {name}: {text}", remedy)
 
 
