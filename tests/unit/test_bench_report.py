@@ -268,7 +268,7 @@ def test_pages_say_everything() -> None:
         "| m, float32 | 1000 | 100 | 2.00 | 4.00 |",
         "| m, float32 | 1000 | 100 | 200 | 400 |",
         "| m, float32 | 0 | 100 | 500 | 200 | 2 | 20% |",
-        "multiplies two matrices of 2048 x 2048 at 20 GFLOP/s in bfloat16 and 10 GFLOP/s in float32",
+        "multiplies two matrices of up to 2048 x 2048 at 20 GFLOP/s in bfloat16 and 10 GFLOP/s in float32",
     ):
         assert said in page
     text = printed(found, 120)

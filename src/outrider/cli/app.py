@@ -12,8 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from outrider import __version__
-from outrider.cli.elsewhere import AnsweringCommand
-from outrider.errors import InvalidParameterError
+from outrider.cli.elsewhere import AnsweringCommand, answer_command
 
 #: Where each verb is, in the order in which help names them: module, and function or group.
 _VERBS = {
@@ -30,14 +29,6 @@ _VERBS = {
     "doctor": ("outrider.lab.cli.doctor", "doctor"),
     "tune": ("outrider.lab.cli.tune", "tune"),
     "train": ("outrider.lab.cli.train", "app"),
-}
-
-_OWN_FILES = "Models are your own folders and GGUF files, and hub ids: give one to outrider chat or outrider serve."
-#: What does here what commands of Ollama do.
-_OF_OLLAMA = {
-    "run": "Use outrider chat MODEL, or outrider generate MODEL -p TEXT for one answer.",
-    "show": "Use outrider doctor MODEL.",
-    **dict.fromkeys(("pull", "push", "create", "list", "ls", "ps", "cp", "rm", "stop"), _OWN_FILES),
 }
 
 
@@ -87,8 +78,7 @@ class _Verbs(TyperGroup):
         try:
             return super().resolve_command(ctx, args)
         except Exception as error:
-            if args[0] in _OF_OLLAMA:
-                raise InvalidParameterError("command", args[0], "a command of Ollama", _OF_OLLAMA[args[0]]) from None
+            answer_command(args[0])
             if type(error).__name__ == "UsageError" and "Did you mean" not in str(error):  # of typer's copy of click
                 error.message = f"{error} The commands are {', '.join(_VERBS)}."  # type: ignore[attr-defined]
             raise

@@ -1,4 +1,5 @@
-"""What a verb says in words of its own options: of options of llama.cpp and vLLM, and of errors that name settings."""
+"""What a verb says in words of its own options: of options and commands of other engines, and of errors that name
+settings."""
 
 from __future__ import annotations
 
@@ -77,6 +78,13 @@ _OF_DRAFTS = re.compile("--(spec|draft|model-draft|mtp)|-(md|hfd)$")
 #: vLLM's option for a mapping that says who drafts.
 _SPECULATIVE = ("--speculative-config", "-sc")
 
+_OWN_FILES = "Models are your own folders and GGUF files, and hub ids: give one to outrider chat or outrider serve."
+#: What does here what commands of Ollama do.
+_OF_OLLAMA = {
+    "run": "Use outrider chat MODEL, or outrider generate MODEL -p TEXT for one answer.",
+    "show": "Use outrider doctor MODEL.",
+    **dict.fromkeys(("pull", "push", "create", "list", "ls", "ps", "cp", "rm", "stop"), _OWN_FILES),
+}
 #: Methods of llama.cpp's kinds of drafting whose heads have a folder.
 _WITH_HEADS = ("eagle3", "dflash")
 
@@ -114,7 +122,13 @@ class AnsweringCommand(TyperCommand):
         return {name: ctx.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
-# --- Options of other engines: a verb that is given some says what they are called here.
+# --- Options and commands of other engines: the command says what they are called here.
+
+
+def answer_command(name: str) -> None:
+    """Raise InvalidParameterError for a command of Ollama: it says what does the same."""
+    if name in _OF_OLLAMA:
+        raise InvalidParameterError("command", name, "a command of Ollama", _OF_OLLAMA[name]) from None
 
 
 def _answer(args: Sequence[str], known: Collection[str]) -> None:

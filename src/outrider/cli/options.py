@@ -84,7 +84,7 @@ Loading = Annotated[
 # --- The objects that options stand for.
 
 
-@light_imports()  # which methods ask for, too
+@light_imports()  # a draft model is looked at with transformers
 def speculation(
     method: str | None, draft_model: str | None, num_draft_tokens: int | None, rule: str | None, tree: str | None = None
 ) -> Any:

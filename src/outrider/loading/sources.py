@@ -155,11 +155,9 @@ def _way_on_from(file: Path) -> str | None:
         return f"Give its folder, {file.parent}."
     with file.open("rb") as content:
         named = re.search(rb"^FROM[ \t]+([^\r\n]+)", content.read(1 << 16), re.MULTILINE | re.IGNORECASE)
-    return (
-        None
-        if named is None
-        else f"Give the file that is named behind FROM: {named[1].decode('utf-8', 'replace').strip()}."
-    )
+    if named is None:
+        return None
+    return f"Give the file that is named behind FROM: {named[1].decode('utf-8', 'replace').strip()}."
 
 
 def missing_head(model: str, hf_config: Any, missing: list[str]) -> UnsupportedModelError | None:

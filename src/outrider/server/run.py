@@ -120,8 +120,8 @@ def serve(
         access_log=False,
         server_header=False,
         lifespan="on",
-        # Not whatever else is installed: Ray brings a parser that has no limit for headers, and somebody a way to speak
-        # WebSocket, which no route does.
+        # Not whatever else is installed: Ray brings a parser that has no limit for headers, and a package for WebSocket
+        # would answer requests to change to it, which no route takes.
         ws="none",
         http=partial(Protocol, listener=place, settings=service.settings),  # type: ignore[arg-type]
         backlog=ACCEPTED_AT_ONCE,

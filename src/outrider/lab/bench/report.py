@@ -146,7 +146,7 @@ def machine_line(results: Results) -> str:
     kernels = f" (kernels: {facts['kernels']})" if "kernels" in facts else ""
     multiplied = " and ".join(f"{_in_billions(peak)} GFLOP/s in {name}" for name, peak in results.products.items())
     if multiplied:
-        read += f" torch multiplies two matrices of {PRODUCT_SIZE} x {PRODUCT_SIZE} at {multiplied}."
+        read += f" torch multiplies two matrices of up to {PRODUCT_SIZE} x {PRODUCT_SIZE} at {multiplied}."
     return (
         f"{facts['cpu']}, {facts['instruction_set']}{kernels}, {facts['threads']} threads{where}, "
         f"outrider {facts['outrider']}, torch {facts['torch']}, transformers {facts['transformers']}, "

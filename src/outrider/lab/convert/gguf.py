@@ -251,8 +251,8 @@ def _has_window(config: Any) -> bool:
 
 
 def _meant(name: str, value: Any) -> Any:
-    """A value without what stands beside it in tensors, or is usual. Numbers of a file have 32 bits, as those of a folder
-    that was made of a file do."""
+    """A value without what stands beside it in tensors, or is usual. A number is taken with 32 bits: a file keeps no more,
+    and a folder that was made of a file has the number that 32 bits make of the original one."""
     if isinstance(value, float):
         return float(str(np.float32(value)))
     if isinstance(value, list | tuple):
