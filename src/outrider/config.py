@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -320,6 +321,12 @@ NO_OPTIONS = RequestOptions()
 def default_model(part: str) -> str:
     """Folder of the embedded default pair: part is "target" or "draft"."""
     return str(files("outrider") / "assets" / part)
+
+
+def check_file(field: str, source: str) -> None:
+    """Raise InvalidParameterError where a GGUF file is named that is not there."""
+    if source.lower().endswith(".gguf") and not Path(source).exists():
+        raise InvalidParameterError(field, source, "no such file", "Give the path of a GGUF file.")
 
 
 def shown_name(model: str | None) -> str | None:

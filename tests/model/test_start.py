@@ -24,6 +24,7 @@ GENERATE = COMMAND.format(arguments=["generate", "--prompt", "Once", "--max-toke
 SERVE = COMMAND.format(arguments=["serve", "/no.gguf"]).replace("not end.code", "end.code == 2")
 DRAFT = COMMAND.format(arguments=["generate", "-p", "Once", "--max-tokens", "2", "--draft-model", default_model("draft")])
 SLIP = COMMAND.format(arguments=["serve", "m", "--prot", "80"]).replace("not end.code", "end.code == 2")
+NO_FILE = COMMAND.format(arguments=["serve", "./nowhere.gguf"]).replace("not end.code", "end.code == 2")
 LIBRARY = """
 from outrider import LLM, SamplingParams
 LLM().generate("Once", SamplingParams(max_tokens=2))
@@ -63,8 +64,9 @@ def imported(code: str) -> set[str]:
         (SERVE, SELDOM | BESIDE | {"triton"}),
         (DRAFT, SELDOM | BESIDE | {"triton"}),
         (SLIP, HEAVY - {"pydantic"} | SELDOM),
+        (NO_FILE, HEAVY - {"pydantic"} | SELDOM),
     ],
-    ids=["import", "help", "library", "generate", "serve", "draft", "slip"],
+    ids=["import", "help", "library", "generate", "serve", "draft", "slip", "no file"],
 )
 def test_what_is_not_needed_is_not_imported(code: str, left_out: set[str]) -> None:
     found = imported(code)

@@ -28,9 +28,22 @@ if TYPE_CHECKING:
 # --- Options that several verbs share, and the objects they stand for.
 
 
+def _file_is_there(model: str | None) -> str | None:
+    """Tell a wrong path now: what loads a model takes seconds to import."""
+    if model is not None:
+        from outrider.config import check_file
+
+        check_file("model", model)
+    return model
+
+
 Model = Annotated[
     str | None,
-    typer.Argument(help="Local folder, GGUF file or hub id; without one, the embedded pair.", show_default=False),
+    typer.Argument(
+        help="Local folder, GGUF file or hub id; without one, the embedded pair.",
+        show_default=False,
+        callback=_file_is_there,
+    ),
 ]
 Wide = Annotated[
     bool, typer.Option("--wide", help="The embedded target tiled to 0.36 B parameters, where speculation gains.")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from outrider.config import ModelConfig
+from outrider.config import ModelConfig, check_file
 from outrider.errors import ContradictionError, InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.loading.gguf.header import is_gguf
 
@@ -28,10 +28,9 @@ def check_sources(**sources: str | None) -> None:
     for name, source in sources.items():
         if source is None:
             continue
+        check_file(name, source)
         if os.path.exists(source):
             check_is_checkpoint(name, source)
-        elif source.endswith(".gguf"):
-            raise InvalidParameterError(name, source, "no such file", "Give the path of a GGUF file.")
         elif not _may_be_hub_id(source):
             remedy = _OF_OLLAMA if _OLLAMA_NAME.fullmatch(source) else _NEEDED
             raise InvalidParameterError(name, source, "no such folder", remedy)
