@@ -315,7 +315,7 @@ class RequestOptions:
 NO_OPTIONS = RequestOptions()
 
 
-# --- The model pair that comes with the package.
+# --- Models by name: the pair that comes with the package, and files that must be there.
 
 
 def default_model(part: str) -> str:

@@ -21,7 +21,7 @@ except SystemExit as end:
     assert not end.code
 """
 GENERATE = COMMAND.format(arguments=["generate", "--prompt", "Once", "--max-tokens", "2"])
-SERVE = COMMAND.format(arguments=["serve", "/no.gguf"]).replace("not end.code", "end.code == 2")
+SERVE = COMMAND.format(arguments=["serve", "/no/folder"]).replace("not end.code", "end.code == 2")
 DRAFT = COMMAND.format(arguments=["generate", "-p", "Once", "--max-tokens", "2", "--draft-model", default_model("draft")])
 SLIP = COMMAND.format(arguments=["serve", "m", "--prot", "80"]).replace("not end.code", "end.code == 2")
 NO_FILE = COMMAND.format(arguments=["serve", "./nowhere.gguf"]).replace("not end.code", "end.code == 2")
@@ -71,6 +71,7 @@ def imported(code: str) -> set[str]:
 def test_what_is_not_needed_is_not_imported(code: str, left_out: set[str]) -> None:
     found = imported(code)
     assert "outrider" in found
+    assert code != SERVE or "torch" in found, "it came as far as the model"
     assert not found & left_out
 
 
