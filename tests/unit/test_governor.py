@@ -363,6 +363,20 @@ def test_a_late_start_must_be_worth_its_price() -> None:
     assert planned(10_000, written=20_000).rows, "a text that is long is expected to be longer still"
 
 
+def test_plain_steps_are_believed_to_be_as_slow_as_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what passes of four rows show says nothing of plain ones, which are not seen while all texts draft."""
+
+    def believed() -> float:
+        curve = Curve({1: 1.0, 4: 1.2, 8: 1.6})
+        for rows, level in [*[(1, 1.0)] * 60, *[(4, 1.1)] * 60, *[(4, 1.1 * (1.0 + step / 600)) for step in range(120)]]:
+            curve.observe(rows, curve.base(rows), level * curve.base(rows))
+        return curve.seconds(1) / curve.seconds(4)
+
+    assert believed() == pytest.approx(1.0 / (1.1 * 1.2), rel=0.03)
+    monkeypatch.setattr("outrider.govern.costs._TELLS_OF_ALL", 1e9)
+    assert believed() < 0.93 / (1.1 * 1.2)
+
+
 def test_costs_follow_what_is_observed() -> None:
     costs = CostModel(CostTable({1: 1.0, 4: 1.0, 8: 1.0}))
     for _ in range(30):

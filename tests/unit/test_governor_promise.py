@@ -27,8 +27,8 @@ from tests.unit.governor_world import Log, Method, World, always, governor_of, r
 from tests.unit.test_governor_worlds import at_random
 
 PROMISE = 0.98
-#: Some worlds, and two in which trials without a limit break the promise.
-SEEDS = (*range(100, 111), 228, 236)
+#: Some worlds, two in which trials without a limit break the promise, and one in which costs that seem certain do.
+SEEDS = (*range(100, 111), 228, 236, 301)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 #: How much longer a row makes a pass, in passes of one row.
 SLOPES: dict[str, Callable[[random.Random], float]] = {

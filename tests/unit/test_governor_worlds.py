@@ -199,6 +199,32 @@ def test_it_gains_where_a_draft_reads_slowly(monkeypatch: pytest.MonkeyPatch) ->
     assert gains_where_a_draft_reads_slowly() < 1.1
 
 
+#: Passes of a 4-bit target of 1.5 billion weights with instructions for products of bytes.
+FOUR_BITS_VNNI = {1: 1.0, 2: 1.0, 4: 1.13, 8: 1.65, 16: 2.95, 32: 5.6, 64: 11.0}
+
+
+def gains_behind_a_bad_text(planning: float) -> float:
+    """The first text uses up what trials may cost, and drafts stand in all others. Planning costs so much of a step."""
+    gains = []
+    for seed in range(3):
+        methods = {"draft": Method(0.3, lambda text, position: 0.05 if text == 0 else 0.85)}
+        world = World(methods, FOUR_BITS_VNNI, seed=seed, seconds_a_pass=0.035, ends=lambda text: 64, prompt=90)
+        world.read_as_one, world.confidence, world.planning = 4, always(0.9), planning
+        log = run(world, governor_of(world), texts=100)
+        half = len(log.true) // 2
+        gains.append(sum(log.plain[half:]) / sum(log.true[half:]))
+    return sum(gains) / len(gains)
+
+
+@pytest.mark.by_change("src/outrider/govern/")
+def test_what_trials_may_cost_is_saved_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: planning takes all that is earned, so that no draft can be paid any more."""
+    assert gains_behind_a_bad_text(0.0) >= 1.3
+    assert gains_behind_a_bad_text(0.04) >= 1.15
+    monkeypatch.setattr(exploration, "_SCARCE", -10.0)
+    assert gains_behind_a_bad_text(0.04) < 1.0
+
+
 def gains_of_sure_texts(confidence: Script | None, every: int = 5) -> float:
     """Every fifth text is one in which drafts stand, and in the others they do not pay. All are short, so that a text is
     over before much can be tried on it."""

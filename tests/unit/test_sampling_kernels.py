@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider.kernels.library import available_sets
 from outrider.params import SamplingParams
 from outrider.verify import noise
-from outrider.verify.logits import argmax, finite_argmax, target_probs
+from outrider.verify.logits import argmax, finite_argmax, largest_chances, target_probs
 from outrider.verify.rules import block_acceptance, residual
 from tests.kernel_sets import instruction_sets
 
@@ -88,6 +88,18 @@ def test_rows_from_which_no_token_can_be_chosen_are_told(size: int, dtype: torch
     for name in ("off", *SETS):
         assert with_kernels(name, finite_argmax, torch.cat(rows)) == want, name
         assert with_kernels(name, finite_argmax, torch.cat(rows)[:0]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 7, 16, 61, 1300])
+def test_the_chances_of_the_largest_are_the_stock_ones(size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(5, 2 * size, dtype=dtype).mul_(4)
+    logits[0, :size] = 900.0  # whose exponentials are infinite
+    logits[1, 1:] = float("-inf")
+    want = logits[:, :size].softmax(-1).amax(-1).tolist()
+    for name in ("off", *SETS):
+        for rows in (logits[:, :size], logits[:, :size].contiguous()):
+            assert with_kernels(name, largest_chances, rows) == pytest.approx(want, rel=1e-6), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -29,6 +29,10 @@ _STALE_AFTER = 400.0
 #: One observation changes nothing by more than this factor, since a machine may pause for any reason. Shows in "long
 #: pauses".
 _MOST = 3.0
+#: Observations of a number of rows after which its correction is so well known that a further change is one of the machine
+#: as a whole: the corrections of all others follow, since plain steps are seldom seen where drafts pay. Shows in
+#: test_plain_steps_are_believed_to_be_as_slow_as_the_machine_is.
+_TELLS_OF_ALL = 8.0
 #: Bounds of a pass: its seconds on any machine, and a factor. A pass is no shorter than that of one row over the factor,
 #: and no longer than the passes of its rows one after another times the factor.
 _SHORTEST, _LONGEST, _ABSURD = 1e-7, 3600.0, 50.0
@@ -171,11 +175,15 @@ class Curve:
         changed = self._odd[place] >= _BELIEVED and self._weights[place] >= _KNOWN
         if changed:
             self._weights[place], self._odd[place] = 1.0, 0
+        tells_of_all, before = not self._odd[place] and self._fresh(place) >= _TELLS_OF_ALL, self._near[place]
         self._far_weight = min(self._far_weight + 1.0, _FAR_MEMORY)
         self._far += (ratio - self._far) / self._far_weight
         self._weights[place] = min(self._fresh(place) + 1.0, _NEAR_MEMORY)
         self._seen[place] = self._step
         self._near[place] += (ratio - self._near[place]) / self._weights[place]
+        if tells_of_all:
+            share = self._near[place] / before
+            self._near = [near if other == place else near * share for other, near in enumerate(self._near)]
         self._ratios.clear()
         return changed
 

@@ -28,6 +28,10 @@ _OF_PLAIN = 2.4
 #: again where a text changes. Shows in test_it_gains_where_a_draft_reads_slowly, and in
 #: test_it_gains_where_there_is_something_to_gain.
 _RESERVE, _OF_GAINS = 12.0, 0.5
+#: The share of what is earned that planning may take while less than so much of what may be saved up is there: it would
+#: else take all, and nothing would be saved up for a draft. The share of what may be saved up that it may take at once.
+#: Shows in test_what_trials_may_cost_is_saved_up_again.
+_PLANNING, _SCARCE, _AT_ONCE = 0.3, 0.9, 1 / 16
 #: The share of what may be saved up that may be owed. Shows in test_a_pause_of_the_machine_is_forgotten_within_seconds.
 _MOST_OWED = 1 / 3
 
@@ -42,6 +46,7 @@ class SecondsBucket:
         self.most = max(MOST_SAVED, _OF_PLAIN * plain)
         self._saved, self._spent = self.most, 0.0
         self.reserve = self._lent = 0.0
+        self._for_planning = _AT_ONCE * self.most
 
     @property
     def left(self) -> float:
@@ -52,9 +57,19 @@ class SecondsBucket:
         """True if so much may be lost; nothing may always."""
         return seconds <= 0.0 or seconds <= self.left
 
+    @property
+    def may_plan(self) -> bool:
+        """True if planning leaves enough for drafts."""
+        return self._for_planning > 0.0
+
     def spend(self, seconds: float) -> None:
         """So much is lost by the step under way or beside it, or won where it is negative."""
         self._spent += seconds
+
+    def spend_on_planning(self, seconds: float) -> None:
+        """Planning, or what is beside it, has taken so long."""
+        self.spend(seconds)
+        self._for_planning -= seconds
 
     def lend(self, reading: float, plain: float) -> None:
         """Models would have to read for so many seconds before they draft, beside plain steps of so many. The reserve has
@@ -74,6 +89,9 @@ class SecondsBucket:
         left = self.left + SHARE * seconds
         self.reserve = min(self.reserve + _OF_GAINS * max(left - self.most, 0.0), max(self.reserve, _RESERVE * plain))
         self._saved, self._spent = max(min(left, self.most), -_MOST_OWED * self.most), 0.0
+        at_once = _AT_ONCE * self.most
+        is_scarce = self._saved < _SCARCE * self.most
+        self._for_planning = min(self._for_planning + _PLANNING * SHARE * seconds, at_once) if is_scarce else at_once
 
 
 # --- Pays for steps from what trials may cost: before they begin as if no draft token stood, and afterwards what they took.

@@ -144,7 +144,7 @@ class Governor:
     def _plan_holds(self) -> bool:
         pause = _pause(len(self._batch))
         holds = self._holds * pause * (1 if self._plan.rows or pause == 1 else 2)  # of idle methods little is learnt
-        if self._exploration.is_empty and not self._plan.rows:
+        if not self._plan.rows and (self._exploration.is_empty or not self._exploration.may_plan):
             return True  # no draft could be paid, and no planning
         return self._age < holds and not (self._changed and self._age >= pause)
 
@@ -327,7 +327,7 @@ class Governor:
 
     def observe_own_seconds(self, seconds: float) -> None:
         """Planning, or asking which idle methods to score, took so long."""
-        self._exploration.spend(seconds)
+        self._exploration.spend_on_planning(seconds)
 
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""

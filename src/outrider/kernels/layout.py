@@ -290,7 +290,7 @@ class ProbsCall(ctypes.Structure):
 
 
 class DrawCall(ctypes.Structure):
-    """Rows of probabilities. A token is drawn from each row."""
+    """Rows of probabilities or logits. A token is drawn from each row, or the chance of its largest entry is computed."""
 
     _fields_ = [
         ("rows", _I64),
@@ -299,6 +299,7 @@ class DrawCall(ctypes.Structure):
         ("stride", _I64),
         ("noise", _POINTER),
         ("tokens", _POINTER),
+        ("chances", _POINTER),
         ("threads", _I64),
     ]
 

@@ -102,6 +102,15 @@ def likeliest_finite(logits: Tensor) -> list[int]:
     return list(tokens)
 
 
+def largest_chances(logits: Tensor) -> list[float]:
+    """The probability of the largest entry of each row of logits, on a CPU."""
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    chances = (ctypes.c_double * len(logits))()
+    call = DrawCall(*logits.shape, logits.data_ptr(), logits.stride(0), None, None, ctypes.addressof(chances))
+    _run("largest_chances", logits.dtype, call)
+    return list(chances)
+
+
 def owed_mass(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
     """The sums [b, n] of max(weight * target - draft, 0) over rows of probabilities [b, n, vocab_size]."""
     if runs_on(target.device):

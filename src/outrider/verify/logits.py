@@ -67,6 +67,14 @@ def finite_argmax(logits: Tensor) -> list[int]:
     return found
 
 
+def largest_chances(logits: Tensor) -> list[float]:
+    """The probability of the most likely token of each row of logits [n, vocab_size], at temperature 1."""
+    if logits.device.type == "cpu" and kernel_library() is not None and sampling.usable(logits):
+        return sampling.largest_chances(logits)
+    found: list[float] = (logits - logits.amax(-1, keepdim=True)).exp().sum(-1).reciprocal().tolist()
+    return found
+
+
 def _point_masses(logits: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter_(-1, argmax(logits)[:, None], 1.0)
 

@@ -21,6 +21,7 @@ from outrider.govern.governor import HOLDS
 from outrider.govern.shadows import Shadow
 from outrider.model.runner import ForwardOutput
 from outrider.propose.settings import Method, SpeculationConfig, same_method
+from outrider.verify.logits import largest_chances
 from outrider.verify.noise import NoiseSource
 from outrider.verify.verifier import Verdict
 
@@ -301,9 +302,10 @@ class MethodChoice:
             begun = thread_time()
             with self._contained(choice_set):
                 root = out.logits_row(rows.place, rows.num_due - 1)
-                seen = out.logits[[root, *(root + 1 + node for node in rows.accepted)]]
-                chances = (seen.amax(-1) - seen.logsumexp(-1)).exp().tolist()
-                choice_set.governor.observe_target(rows.item.seq.seq_id, chances)
+                seen = [root, *(root + 1 + node for node in rows.accepted)]
+                first, last = seen[0], seen[-1] + 1
+                logits = out.logits[first:last] if last - first == len(seen) else out.logits[seen]  # a chain is not copied
+                choice_set.governor.observe_target(rows.item.seq.seq_id, largest_chances(logits))
                 choice_set.governor.observe_own_seconds(self._believed(thread_time() - begun, texts=0))
 
     def _observe_draft(
