@@ -363,6 +363,13 @@ def test_a_late_start_must_be_worth_its_price() -> None:
     assert planned(10_000, written=20_000).rows, "a text that is long is expected to be longer still"
 
 
+def test_a_clock_that_stands_still_is_no_error() -> None:
+    curve = Curve({1: 1.0, 4: 1.2})
+    for _ in range(20):
+        curve.observe(1, 1.0, 0.0)
+    assert 0.0 < curve.seconds(1) < 1e-3
+
+
 def test_plain_steps_are_believed_to_be_as_slow_as_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what passes of four rows show says nothing of plain ones, which are not seen while all texts draft."""
 

@@ -163,7 +163,7 @@ class Curve:
         """A pass of so many rows took so long, where `expected` was calibrated. Returns whether about so many rows seem to
         cost something else than before."""
         self._step += 1
-        place, ratio = self._place(rows), seconds / max(expected, 1e-9)
+        place, ratio = self._place(rows), max(seconds, _SHORTEST) / max(expected, 1e-9)  # a clock may stand still
         known = self._ratio(place)
         if self._far_weight >= 1.0:
             ratio = min(max(ratio, known / _MOST), known * _MOST)
