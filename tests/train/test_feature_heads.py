@@ -23,7 +23,7 @@ from outrider.lab.train.blocks import DflashSettings, DsparkSettings
 from outrider.lab.train.collect import Source, collect
 from outrider.lab.train.features import Eagle1Settings, Eagle3Settings, FeatureHeadSettings, _any_rows, _even_rows
 from outrider.lab.train.run import Job, train_heads
-from outrider.lab.train.settings import LOSSES, Depth, Said, TrainSettings, depth_loss, divergence, frequent_tokens, overlap
+from outrider.lab.train.settings import LOSSES, Depth, Law, Said, TrainSettings, depth_loss, divergence, frequent_tokens
 from outrider.lab.train.target import FrozenTarget
 from outrider.propose.base import ProposeRequest
 from outrider.propose.beside_target import ProposerBesideTarget
@@ -228,15 +228,30 @@ def test_losses_of_a_head_that_knows_some_tokens() -> None:
     target, draft = torch.tensor([[1.0, 0.5, -1.0, 2.0]]), torch.tensor([[0.3, -0.7]])
     tokens, p, q = torch.tensor([0, 3]), target.softmax(-1)[0], draft.softmax(-1)[0]
     known = p[tokens] / p[tokens].sum()
-    loss = {name: float(divergence(name, target, draft, torch.tensor([3]), 1.0, tokens)) for name in LOSSES}
+    batch = Batch(torch.tensor([[1, 0, 3]]), torch.tensor([3]), torch.tensor([1]))
+    # What the second row says of the third token is compared with what is drafted two tokens ahead of the first row.
+    logits = torch.cat([torch.zeros(1, 4), target, torch.zeros(1, 4)])[None]
+
+    def said(temperature: float, draft: Tensor = draft) -> tuple[Said, Depth]:
+        return Said(batch, logits, temperature, tokens), Depth(draft, torch.tensor([[True, False, False]]), 2)
+
+    def accepted(*arguments: Any) -> float:
+        found, depth = said(*arguments)
+        return float(found.overlap(depth))
+
+    loss = {name: float(depth_loss(name, [said(1.0)[1]], said(1.0)[0], 1.0)) for name in LOSSES}
     assert loss["forward_kl"] == pytest.approx(float((known * (known / q).log()).sum()), abs=1e-6)
     assert loss["cross_entropy"] == pytest.approx(-math.log(q[1]), abs=1e-6)
-    assert float(divergence("cross_entropy", target, draft, torch.tensor([2]), 1.0, tokens)) == 0.0
-    accepted = float(torch.minimum(p[tokens], q).sum())
-    assert float(overlap(target, draft, 1.0, tokens)) == pytest.approx(accepted, abs=1e-6)
-    assert loss["total_variation"] == pytest.approx(1 - accepted, abs=1e-6)
-    assert float(overlap(target, -draft, 0.0, tokens)) == 1.0
-    assert float(overlap(target, draft, 0.0, tokens)) == 0.0
+    assert float(divergence("cross_entropy", Law(target), draft, torch.tensor([2]), 1.0, tokens)) == 0.0
+    expected = float(torch.minimum(p[tokens], q).sum())
+    assert accepted(1.0) == pytest.approx(expected, abs=1e-6)
+    assert loss["total_variation"] == pytest.approx(1 - expected, abs=1e-6)
+    half = torch.minimum((target[0] / 0.5).softmax(-1)[tokens], (draft[0] / 0.5).softmax(-1))
+    assert accepted(0.5) == pytest.approx(float(half.sum()), abs=1e-6)
+    assert accepted(0.0, -draft) == 1.0
+    assert accepted(0.0) == 0.0
+    logits[0, 1, 1] = 3.0  # a token that the head does not know is the most likely one
+    assert accepted(0.0, -draft) == 0.0
 
 
 def test_the_accepted_length_counts_a_token_where_those_before_it_stand() -> None:

@@ -88,19 +88,23 @@ def test_an_offset_that_is_wrong_by_one_yields_nothing(
     """The planted bug: each head learns the token before, or behind, the one that it will be asked for."""
     if kind.method == "exit" and wrong == -1:
         kind = kind.replace(loss="cross_entropy")  # the target says nothing of the first token
-    shifted = depths.shifted
+    shifted, taken = depths.shifted, depths._taken
 
-    def planted(values: Tensor, by: int) -> Tensor:
-        return shifted(values, by + wrong) if by + wrong >= 0 else values
+    def wrong_tokens(values: Tensor, by: int) -> Tensor:
+        return shifted(values, max(by + wrong, 0))
+
+    def wrong_laws(values: Tensor, depth: depths.Depth) -> Tensor:
+        return taken(values, depth._replace(ahead=max(depth.ahead + wrong, 1)))
 
     measure = TrainedHeads.overlaps
 
     def honest(self: TrainedHeads, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(depths, "shifted", shifted)
+            patch.setattr(depths, "_taken", taken)
             return measure(self, *args)
 
-    monkeypatch.setattr(depths, "shifted", planted)
+    monkeypatch.setattr(depths, "shifted", wrong_tokens)
+    monkeypatch.setattr(depths, "_taken", wrong_laws)
     monkeypatch.setattr(TrainedHeads, "overlaps", honest)
     found = train_heads(replace(job, settings=job.settings.replace(patience=0)), kind)
     last = found.progress.measurements[-1]

@@ -32,7 +32,7 @@ from outrider.lab.train.batches import Batch, Batches
 from outrider.lab.train.checkpoint import Checkpoints, Progress
 from outrider.lab.train.distill import DistillSettings, Shape, draft_to_begin_with, parse_shape, pruned, write_on
 from outrider.lab.train.run import Job, compare_sizes, train_draft, worth
-from outrider.lab.train.settings import LOSSES, TrainSettings, divergence, overlap
+from outrider.lab.train.settings import LOSSES, Law, TrainSettings, divergence, overlap
 from outrider.lab.train.target import FrozenTarget
 from outrider.lab.train.trainer import Watcher
 from tests.train.markov import VOCAB, WIDTH, save_data
@@ -376,7 +376,7 @@ def measured(job: Job, folder: Path) -> float:
     for batch in in_turn(load_data(job.data, length=512).held_out, 8):
         rows = batch.drafts()
         with torch.no_grad():
-            found = overlap(target.logits(batch.token_ids)[rows], model(batch.token_ids).logits[rows], 1.0)
+            found = overlap(Law(target.logits(batch.token_ids)[rows]), model(batch.token_ids).logits[rows], 1.0)
         total, count = total + float(found.sum()), count + len(found)
     return total / count
 
@@ -461,18 +461,18 @@ def test_losses_are_what_they_are_called(temperature: float) -> None:
     }
     assert expected.keys() == set(LOSSES)
     for name, values in expected.items():
-        found = divergence(name, target, draft, tokens, temperature)
+        found = divergence(name, Law(target), draft, tokens, temperature)
         torch.testing.assert_close(found, values.float(), atol=1e-5, rtol=1e-4)
-    accepted = overlap(target, draft, temperature)
+    accepted = overlap(Law(target), draft, temperature)
     torch.testing.assert_close(accepted, torch.minimum(p, q).sum(-1).float(), atol=1e-5, rtol=1e-4)
-    assert overlap(target, target, 0.0).tolist() == [1.0] * 5
+    assert overlap(Law(target), target, 0.0).tolist() == [1.0] * 5
 
 
 def test_tokens_that_the_target_never_writes_leave_losses_finite() -> None:
     target = torch.tensor([[0.0, 1.0, -torch.inf]])
     draft = torch.zeros(1, 3, requires_grad=True)
     for name in ("forward_kl", "jsd", "total_variation"):
-        loss = divergence(name, target, draft, torch.tensor([0]), 1.0).sum()
+        loss = divergence(name, Law(target), draft, torch.tensor([0]), 1.0).sum()
         gradient = torch.autograd.grad(loss, draft)[0]
         assert loss.isfinite()
         assert gradient.isfinite().all()

@@ -20,7 +20,7 @@ from outrider.files import storing, write_whole
 from outrider.kernels.weights import use_plain_weights
 from outrider.lab.economics import expected_tokens
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.settings import NEEDS_ALL_TOKENS, LossName, Overlaps, Trainee, divergence, overlap
+from outrider.lab.train.settings import NEEDS_ALL_TOKENS, Law, LossName, Overlaps, Trainee, divergence, overlap
 from outrider.lab.train.target import FrozenTarget, Teacher
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import exclusive_transformers
@@ -75,12 +75,12 @@ class DistilledDraft(Trainee):
         tokens = batch.token_ids[:, 1:][rows[:, :-1]]
         from_texts_alone = self._settings.loss == "cross_entropy"
         target = logits if from_texts_alone else self._teacher.logits(batch, rows)
-        return divergence(self._settings.loss, target, logits, tokens, self._temperature).mean()
+        return divergence(self._settings.loss, Law(target), logits, tokens, self._temperature).mean()
 
     def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
         rows = batch.drafts()
         logits = module(input_ids=batch.token_ids, use_cache=False).logits[rows]
-        found = overlap(self._teacher.logits(batch, rows), logits, self._temperature)
+        found = overlap(Law(self._teacher.logits(batch, rows)), logits, self._temperature)
         return Overlaps(found.sum()[None].double(), torch.tensor([len(found)]))
 
     def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -141,8 +142,23 @@ LOSSES: tuple[str, ...] = get_args(LossName)
 NEEDS_ALL_TOKENS = ("reverse_kl",)
 
 
+class Law(NamedTuple):
+    """What the target says of rows, for the tokens that a draft knows."""
+
+    logits: Tensor  # [num_rows, draft_vocab_size] of these tokens; minus infinity is a probability of 0
+    # [num_rows] logarithm of the sum of exponentials of all logits, divided by the temperature, and the target's most
+    # likely token. None where the draft knows all tokens, or where nobody asks for what the others have.
+    total: Tensor | None = None
+    likeliest: Tensor | None = None
+
+    def probabilities(self, scale: float) -> Tensor:
+        """[num_rows, draft_vocab_size] of these tokens among all of the target's, at a temperature."""
+        scaled = self.logits.float() / scale
+        return scaled.softmax(-1) if self.total is None else (scaled - self.total[:, None]).exp()
+
+
 def divergence(
-    name: str, target: Tensor, draft: Tensor, token_ids: Tensor, temperature: float, tokens: Tensor | None = None
+    name: str, target: Law, draft: Tensor, token_ids: Tensor, temperature: float, tokens: Tensor | None = None
 ) -> Tensor:
     """The loss of each row.
 
@@ -150,7 +166,7 @@ def divergence(
     up to 1. "total_variation" takes them as they are, since what the draft cannot write is lost to it.
 
     Args:
-        target: [num_rows, vocab_size] logits of the target; minus infinity is a probability of 0.
+        target: What the target says; with its totals for "total_variation".
         draft: [num_rows, draft_vocab_size] logits of what is trained.
         token_ids: [num_rows] the token that stands there; only "cross_entropy" looks at it, and counts 0 where the draft
             does not know it.
@@ -165,10 +181,10 @@ def divergence(
     if name == "cross_entropy":
         return _cross_entropy(log_q, token_ids, tokens)
     if name == "total_variation":
-        p, q = _law(target, scale, tokens), log_q.exp()
+        p, q = target.probabilities(scale), log_q.exp()
         lost = 0.0 if tokens is None else 1.0 - p.sum(-1)  # what the target gives to tokens that the draft does not know
         return 0.5 * ((p - q).abs().sum(-1) + lost)
-    log_p = F.log_softmax((target if tokens is None else target[:, tokens]).float() / scale, -1)
+    log_p = F.log_softmax(target.logits.float() / scale, -1)
     if name == "forward_kl":
         return _kl(log_p, log_q)
     if name == "reverse_kl":
@@ -178,26 +194,21 @@ def divergence(
     return 0.5 * (_kl(log_p, log_m) + _kl(log_q, log_m))
 
 
-def overlap(target: Tensor, draft: Tensor, temperature: float, tokens: Tensor | None = None) -> Tensor:
+def overlap(target: Law, draft: Tensor, temperature: float, tokens: Tensor | None = None) -> Tensor:
     """The chance that the token rule accepts a token drawn from the draft: sum of min(p, q) (Leviathan et al. 2023).
 
     Args:
-        target: [num_rows, vocab_size] logits.
+        target: What the target says, with its totals and most likely tokens.
         draft: [num_rows, draft_vocab_size] logits.
 
     Returns:
         [num_rows]
     """
     if temperature == 0.0:
-        likeliest = draft.argmax(-1)
-        return (target.argmax(-1) == (likeliest if tokens is None else tokens[likeliest])).float()
-    return torch.minimum(_law(target, temperature, tokens), F.softmax(draft.float() / temperature, -1)).sum(-1)
-
-
-def _law(target: Tensor, temperature: float, tokens: Tensor | None) -> Tensor:
-    """The target's probabilities of the tokens that the draft knows."""
-    law = F.softmax(target.float() / temperature, -1)
-    return law if tokens is None else law[:, tokens]
+        drafted = draft.argmax(-1)
+        likeliest = target.logits.argmax(-1) if target.likeliest is None else target.likeliest
+        return (likeliest == (drafted if tokens is None else tokens[drafted])).float()
+    return torch.minimum(target.probabilities(temperature), F.softmax(draft.float() / temperature, -1)).sum(-1)
 
 
 def _cross_entropy(log_q: Tensor, token_ids: Tensor, tokens: Tensor | None) -> Tensor:
@@ -232,22 +243,52 @@ class Depth(NamedTuple):
     ahead: int
 
 
-class Said(NamedTuple):
-    """Holds what the target says of a batch."""
+class Said:
+    """Holds what the target says of a batch.
 
-    batch: Batch  # the texts
-    logits: Tensor  # [num_texts, num_tokens, vocab_size]; row i speaks of token i + 1
-    temperature: float  # that the texts are written at
-    # [draft_vocab_size] the target's token for each of the draft's; None where they are the same.
-    tokens: Tensor | None = None
+    What is said of a large vocabulary fills gigabytes, and all depths look at it. So what a draft knows of it is taken out
+    once, and a row is copied once for each depth.
 
-    def at(self, depth: Depth) -> Tensor:
-        """[n, vocab_size] the logits that the draft tokens of a depth are compared with."""
-        return shifted(self.logits, depth.ahead - 1)[depth.rows]
+    Args:
+        batch: The texts.
+        logits: [num_texts, num_tokens, vocab_size]; row i speaks of token i + 1.
+        temperature: That the texts are written at.
+        tokens: [draft_vocab_size] the target's token for each of the draft's; None where they are the same.
+    """
+
+    def __init__(self, batch: Batch, logits: Tensor, temperature: float, tokens: Tensor | None = None) -> None:
+        self.batch, self.temperature, self.tokens = batch, temperature, tokens
+        self._all = logits
+        self._known = logits if tokens is None else logits.index_select(-1, tokens)
+
+    def at(self, depth: Depth) -> Law:
+        """What the draft tokens of a depth are compared with, in n rows, among the tokens that the draft knows."""
+        return Law(_taken(self._known, depth))
+
+    def among_all(self, depth: Depth) -> Law:
+        """The same, among all of the target's tokens."""
+        if self.tokens is None:
+            return self.at(depth)
+        return Law(_taken(self._known, depth), _taken(self._total, depth), _taken(self._likeliest, depth))
 
     def overlap(self, depth: Depth) -> Tensor:
         """[n] the chance that the token rule accepts."""
-        return overlap(self.at(depth), depth.logits, self.temperature, self.tokens)
+        return overlap(self.among_all(depth), depth.logits, self.temperature, self.tokens)
+
+    @cached_property
+    def _total(self) -> Tensor:
+        """[num_texts, num_tokens] as in `Law`; greedy decoding has the order of temperature 1."""
+        return torch.stack([(text.float() / (self.temperature or 1.0)).logsumexp(-1) for text in self._all])
+
+    @cached_property
+    def _likeliest(self) -> Tensor:
+        return self._all.argmax(-1)
+
+
+def _taken(values: Tensor, depth: Depth) -> Tensor:
+    """[n, ...] of values [num_texts, num_tokens, ...]: those that speak of the draft tokens of a depth."""
+    texts, places = depth.rows.nonzero(as_tuple=True)
+    return values[texts, (places + depth.ahead - 1).clamp(max=values.shape[1] - 1)]
 
 
 class HeadTrainee(Trainee):
@@ -283,7 +324,8 @@ def depth_loss(name: str, depths: Sequence[Depth], said: Said, decay: float) -> 
     total, weight = depths[0].logits.new_zeros(()), 1.0
     for depth in depths:
         tokens = shifted(said.batch.token_ids, depth.ahead)[depth.rows]
-        found = divergence(name, said.at(depth), depth.logits, tokens, said.temperature, said.tokens)
+        law = said.among_all(depth) if name == "total_variation" else said.at(depth)
+        found = divergence(name, law, depth.logits, tokens, said.temperature, said.tokens)
         if len(found):
             total = total + weight * found.mean()
         weight *= decay
@@ -298,7 +340,7 @@ def _accepted_length(depths: Sequence[Depth], said: Said) -> Tensor:
     expected, reached = torch.zeros_like(stands), torch.zeros_like(stands)
     scale = said.temperature or 1.0  # greedy decoding gives no gradient, and the order of tokens is the same
     for depth in depths:
-        chances = overlap(said.at(depth), depth.logits, scale, said.tokens)
+        chances = overlap(said.among_all(depth), depth.logits, scale, said.tokens)
         stands = stands * torch.zeros_like(stands).masked_scatter(depth.rows, chances)
         expected, reached = expected + stands, reached + depth.rows
     return -torch.log(expected[rows] / reached[rows] + _LEAST).mean()
