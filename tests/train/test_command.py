@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from outrider.cli.app import app
 from outrider.errors import InputError, InvalidParameterError, MissingExtraError
 from outrider.heads.checkpoint import load_heads
+from outrider.lab.cli.train import app as trainings
+from outrider.lab.train.run import _LEARNING
 from outrider.llm import LLM
 from outrider.records import Record, prompt_of, read_manifest
 from outrider.server.recorder import NamespaceRecords, Origin
@@ -76,6 +79,17 @@ def test_a_method_is_trained(target: str, data: Path, tmp_path: Path, method: st
     assert "tokens of a target pass in the engine" in found.stdout
     assert "step 6: loss" in found.stderr
     assert (tmp_path / "out" / "README.md").exists()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("method", _LEARNING)
+def test_an_option_begins_as_the_setting_does(method: str) -> None:
+    """The help of a command and the settings of a training from Python agree."""
+    command: Any = get_command(trainings)
+    options = {option.name: option.default for option in command.commands[method].params}
+    usual = {name: field.default for name, field in _LEARNING[method].model_fields.items() if name in options}
+    assert "loss" in usual
+    assert {name: options[name] for name in usual} == usual
 
 
 @pytest.mark.core

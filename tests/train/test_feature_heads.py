@@ -102,14 +102,17 @@ def test_a_confidence_head_says_how_often_places_stand(job: Job, monkeypatch: py
         assert sum(said) / len(said) == pytest.approx(llm.stats.finished.acceptance_rate, abs=0.1)
 
 
-def test_a_head_of_some_tokens_says_which(job: Job) -> None:
-    train_heads(replace(job, settings=SETTINGS.replace(steps=1, engine_prompts=0)), HEAD)
+@pytest.mark.parametrize(
+    "kind", [HEAD, *(each.replace(draft_vocab=20) for each in OTHERS[1:])], ids=lambda kind: kind.method
+)
+def test_a_head_of_some_tokens_says_which(job: Job, kind: Any) -> None:
+    train_heads(replace(job, settings=SETTINGS.replace(steps=1, engine_prompts=2)), kind)
     head = read_head(str(job.out))
     chosen = frequent_tokens(job.data, read_manifest(job.data), 20).tokens
     assert head.tokens is not None
     assert chosen is not None
     assert torch.equal(head.tokens, chosen)
-    assert head.config.layers_of(LAYERS) == (1, 2, 3)
+    assert kind is not HEAD or head.config.layers_of(LAYERS) == (1, 2, 3)
     assert "| tokens that it drafts | 20 |" in (job.out / "README.md").read_text()
 
 
@@ -121,8 +124,12 @@ def test_a_head_of_some_tokens_says_which(job: Job) -> None:
         pytest.param(Eagle3Settings(draft_vocab=6), EagleReference, id="eagle3, some tokens"),
         pytest.param(Eagle1Settings(), Eagle1Reference, id="eagle1"),
         pytest.param(DflashSettings(block_size=4), BlockReference, id="dflash"),
+        pytest.param(DflashSettings(block_size=4, draft_vocab=6), BlockReference, id="dflash, some tokens"),
         pytest.param(DsparkSettings(block_size=3, markov_rank=8), BlockReference, id="dspark"),
         pytest.param(DsparkSettings(block_size=3, markov_rank=8, markov_head="gated"), BlockReference, id="dspark, gated"),
+        pytest.param(
+            DsparkSettings(block_size=3, markov_rank=8, draft_vocab=6), BlockReference, id="dspark, some tokens"
+        ),
         pytest.param(DsparkSettings(block_size=3, markov_rank=8, markov_head="rnn"), BlockReference, id="dspark, rnn"),
     ],
 )

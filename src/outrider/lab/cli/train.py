@@ -197,8 +197,9 @@ def _own(kind: Any, says: str, default: Any = None) -> tuple[Any, Any]:
     return Annotated[kind, typer.Option(help=says)], default
 
 
-def _heads_command(method: str, says: str, **own: tuple[Any, Any]) -> Any:
-    """A command that trains heads on the frozen target, with these options beside those of every training."""
+def _heads_command(method: str, says: str, loss: str = "forward_kl", **own: tuple[Any, Any]) -> Any:
+    """A command that trains heads on the frozen target, with these options beside those of every training, among which the
+    loss has this default."""
 
     def train(training: Training, **given: Any) -> None:
         check_installed()
@@ -216,13 +217,14 @@ def _heads_command(method: str, says: str, **own: tuple[Any, Any]) -> Any:
     train.__name__, train.__doc__ = method, says
     train.__annotations__ = {"training": Training} | {name: kind for name, (kind, _) in own.items()}
     train.__signature__ = Signature([Parameter("training", Parameter.KEYWORD_ONLY), *options])  # type: ignore[attr-defined]
-    return app.command(name=method, cls=AnsweringCommand)(with_training()(train))
+    return app.command(name=method, cls=AnsweringCommand)(with_training(loss=loss)(train))
 
 
 _HEADS = _own(int, "Tokens ahead that they guess.", 4)
 _LAYER = _own(int | None, "They read what the first so many layers leave; all unless given.")
 _UNROLL = _own(int, "Draft tokens behind each token of a text that it learns.", 4)
 _FEED_FORWARD = _own(int | None, "Units of its layers; the target's unless given.")
+_DRAFT_VOCAB = _own(int, "Most tokens that it drafts: the data's most frequent ones.", 32000)
 _LENGTH = (NumDraftTokens, 5)
 
 medusa = _heads_command(
@@ -253,7 +255,7 @@ eagle3 = _heads_command(
     "eagle3",
     "Train a layer that continues the frozen target's features (EAGLE-3, Li et al. 2025).",
     layers=_own(str | None, "It reads what enters these layers; 2,n/2,n-3 of n unless given."),
-    draft_vocab=_own(int, "Most tokens that it drafts: the data's most frequent ones.", 32000),
+    draft_vocab=_DRAFT_VOCAB,
     unroll=_UNROLL,
     feed_forward=_FEED_FORWARD,
     num_draft_tokens=_LENGTH,
@@ -277,6 +279,7 @@ _BLOCK = {
     "own_layers": _own(int, "Layers of its own.", 2),
     "mask_token": _own(int | None, "Stands for tokens to be drafted; the rarest of the data unless given."),
     "blocks": _own(int, "Most blocks of a text in a batch.", 32),
+    "draft_vocab": _DRAFT_VOCAB,
     "feed_forward": _FEED_FORWARD,
 }
 dflash = _heads_command(
@@ -288,6 +291,7 @@ dflash = _heads_command(
 dspark = _heads_command(
     "dspark",
     "Train layers that draft a block in one pass, and heads that choose its tokens in turn (DSpark, Cheng et al. 2026).",
+    loss="total_variation",
     block_size=_own(int, "Rows of a block: it drafts as many tokens in a pass.", 7),
     markov_rank=_own(int, "Width of the head by which the token before a place biases it.", 256),
     markov_head=_own(

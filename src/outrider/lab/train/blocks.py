@@ -26,8 +26,24 @@ from outrider.heads.formats.published import PublishedHead
 from outrider.heads.lone import RotaryFactors
 from outrider.heads.networks import TargetHead
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.features import LOSS_NAMES, Design, OwnLayerSettings, TrainedFeatureHead, published_design
-from outrider.lab.train.settings import LossName, Trainee, TrainSettings, depth_loss, shifted, token_counts
+from outrider.lab.train.features import (
+    LOSS_NAMES,
+    Design,
+    OwnLayerSettings,
+    TrainedFeatureHead,
+    begin_output,
+    published_design,
+)
+from outrider.lab.train.settings import (
+    DraftVocabulary,
+    LossName,
+    Trainee,
+    TrainSettings,
+    depth_loss,
+    frequent_tokens,
+    shifted,
+    token_counts,
+)
 from outrider.lab.train.target import FrozenTarget, head_layers, layers_to_read
 from outrider.records import Manifest
 
@@ -48,22 +64,30 @@ class DflashSettings(OwnLayerSettings):
     mask_token: int | None = Field(None, ge=0, description="Use a token of the target, or None.")
     # Most blocks of a text that are drafted in a batch, behind tokens that are drawn.
     blocks: int = Field(32, ge=1, description="Use 1 or more.")
+    # Most tokens that it drafts: the most frequent ones of the data.
+    draft_vocab: int = Field(32000, ge=2, description="Use 2 or more.")
 
     def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
-        config, mask = self._config(target, manifest, data)
-        network = BlockHeadNetwork(config, own_embedding=False, own_output=False)
+        drafted = frequent_tokens(data, manifest, self.draft_vocab)
+        config, mask = self._config(target, manifest, data, drafted)
+        network = BlockHeadNetwork(config, own_embedding=False, own_output=drafted.tokens is not None)
+        if drafted.tokens is not None:  # else the target lends its own
+            begin_output(network, target, drafted.tokens)
         module = TextBlocks(network, target.embed(torch.tensor(mask, device=target.device)).float())
         facts = {"layers of its own": self.own_layers, "rows of a block": self.block_size, "mask token": mask}
-        drafted = config.num_places
-        head = PublishedHead("", config, network, None)
-        return published_design(head, self._form, target, module, drafted, most=drafted, rows=self.blocks, facts=facts)
+        facts |= drafted.facts(target)
+        head, places = PublishedHead("", config, network, drafted.tokens), config.num_places
+        form = self._form if drafted.tokens is None else "speculators"  # which has a place for an output layer
+        return published_design(head, form, target, module, places, most=places, rows=self.blocks, facts=facts)
 
     @property
     def _form(self) -> str:
-        """The family of formats in which it is written."""
+        """The family of formats in which a head that drafts all tokens is written."""
         return "z-lab"
 
-    def _config(self, target: FrozenTarget, manifest: Manifest, data: Path) -> tuple[BlockHeadConfig, int]:
+    def _config(
+        self, target: FrozenTarget, manifest: Manifest, data: Path, drafted: DraftVocabulary
+    ) -> tuple[BlockHeadConfig, int]:
         """The description of the head, and its mask token."""
         layers = layers_to_read(target, self.layers, _usual_layers(target.num_layers))
         mask = self._mask_token(target, manifest, data)
@@ -72,7 +96,7 @@ class DflashSettings(OwnLayerSettings):
             layer=head_layers("qwen3", target, self.feed_forward, self.own_layers),
             target_hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            draft_vocab_size=target.vocab_size,
+            draft_vocab_size=drafted.size(target),
             aux_layers=layers,
             verifier=target.name,
             architectures=tuple(target.model.config.architectures or ()),
@@ -99,6 +123,7 @@ class DsparkSettings(DflashSettings):
 
     method: Literal["dflash", "dspark"] = "dspark"
     loss: LossName | Literal["accepted_length"] = Field("total_variation", description=LOSS_NAMES)
+    block_size: int = Field(7, ge=2, le=64, description="Use 2 to 64.")  # all of its rows draft
     markov_rank: int = Field(256, ge=1, description="Use 1 or more.")  # width between the matrices of the sequential head
     # What a place depends on: the token before it, that and its own state, or all tokens of the block before it.
     markov_head: Literal["vanilla", "gated", "rnn"] = Field("vanilla", description="Use vanilla, gated or rnn.")
@@ -115,8 +140,10 @@ class DsparkSettings(DflashSettings):
     def _form(self) -> str:
         return "speculators"
 
-    def _config(self, target: FrozenTarget, manifest: Manifest, data: Path) -> tuple[BlockHeadConfig, int]:
-        config, mask = super()._config(target, manifest, data)
+    def _config(
+        self, target: FrozenTarget, manifest: Manifest, data: Path, drafted: DraftVocabulary
+    ) -> tuple[BlockHeadConfig, int]:
+        config, mask = super()._config(target, manifest, data, drafted)
         small: dict[str, Any] = {
             "markov": MarkovShape(MarkovKind(self.markov_head), self.markov_rank),
             "judge": JudgeInput.STATE_AND_TOKEN if self.confidence else None,

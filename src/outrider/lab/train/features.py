@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from outrider.errors import UnsupportedModelError
 from outrider.files import write_tensors
-from outrider.heads.features import Eagle1Network, Eagle3Network, FeatureHeadConfig, FeatureHeadNetwork
+from outrider.heads.features import (
+    Eagle1Network,
+    Eagle3Network,
+    FeatureHeadConfig,
+    FeatureHeadNetwork,
+    PublishedNetwork,
+)
 from outrider.heads.formats.mtp import (
     MtpConfig,
     MtpTensors,
@@ -79,6 +85,14 @@ def published_design(
     """The design of a head in a published format, with the weights that training begins with."""
     layers, save = head.config.layers_of(target.num_layers), partial(write_head, head=head, form=form)
     return Design(head.config.method, layers, head.tokens, module, save, learnt, most, rows, facts)
+
+
+def begin_output(network: PublishedNetwork, target: FrozenTarget, tokens: Tensor | None) -> None:
+    """Let a head's own output layer begin as the target's, of the tokens that it drafts; None for all."""
+    output = target.output_weight()
+    assert network.lm_head is not None
+    with torch.no_grad():
+        network.lm_head.weight.copy_(output if tokens is None else output[tokens.to(output.device)])
 
 
 class FeatureHeadSettings(HeadLearning):
@@ -194,16 +208,12 @@ class Eagle3Settings(OwnLayerSettings):
 
     def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
         layers = layers_to_read(target, self.layers, _usual_layers(target.num_layers))
-        tokens, share = frequent_tokens(data, manifest, self.draft_vocab)
-        size = target.vocab_size if tokens is None else len(tokens)
-        config = _config(self.method, target, self.feed_forward, size, layers)
+        drafted = frequent_tokens(data, manifest, self.draft_vocab)
+        config = _config(self.method, target, self.feed_forward, drafted.size(target), layers)
         network = Eagle3Network(config, own_embedding=False, own_output=True)
-        output = target.output_weight()
-        assert network.lm_head is not None
-        with torch.no_grad():
-            network.lm_head.weight.copy_(output if tokens is None else output[tokens.to(output.device)])
-        facts = {"tokens that it drafts": size, "share of the training texts that these make up": f"{share:.4f}"}
-        head = PublishedHead("", config, network, tokens)
+        begin_output(network, target, drafted.tokens)
+        head = PublishedHead("", config, network, drafted.tokens)
+        facts = drafted.facts(target)
         return published_design(head, "speculators", target, UnrolledHead(network), self.unroll, facts=facts)
 
 

@@ -362,6 +362,15 @@ class DraftVocabulary(NamedTuple):
     tokens: Tensor | None  # [size] in ascending order; None for all
     share: float  # how many of the tokens to be learnt are among them
 
+    def size(self, target: FrozenTarget) -> int:
+        """How many they are."""
+        return target.vocab_size if self.tokens is None else len(self.tokens)
+
+    def facts(self, target: FrozenTarget) -> dict[str, Any]:
+        """What the model card says of them."""
+        share = f"{self.share:.4f}"
+        return {"tokens that it drafts": self.size(target), "share of the training texts that these make up": share}
+
 
 def frequent_tokens(folder: Path, manifest: Manifest, size: int) -> DraftVocabulary:
     """The most frequent tokens of what the target wrote in texts that are not held out. Of tokens that are equally frequent
