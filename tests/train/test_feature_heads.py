@@ -21,10 +21,11 @@ from outrider.lab.convert.compressed_tensors import write_compressed
 from outrider.lab.train.batches import Batch, in_turn, load_data
 from outrider.lab.train.blocks import DflashSettings, DsparkSettings
 from outrider.lab.train.collect import Source, collect
-from outrider.lab.train.features import Eagle1Settings, Eagle3Settings, FeatureHeadSettings, _any_rows, _even_rows
+from outrider.lab.train.features import Eagle1Settings, Eagle3Settings, FeatureHeadSettings, _any_rows
 from outrider.lab.train.run import Job, train_heads
 from outrider.lab.train.settings import LOSSES, Depth, Law, Said, TrainSettings, depth_loss, divergence, frequent_tokens
 from outrider.lab.train.target import FrozenTarget
+from outrider.lab.train.trainer import by_position
 from outrider.propose.base import ProposeRequest
 from outrider.propose.beside_target import ProposerBesideTarget
 from outrider.records import DataSettings, read_manifest
@@ -76,7 +77,8 @@ def weights(folder: Path) -> dict[str, Tensor]:
 def test_a_head_learns_what_comes_and_the_engine_accepts_it(job: Job, kind: Any) -> None:
     found = train_heads(job, kind)
     assert found.before.tau < (1.8 if kind.method == "dspark" else 1.5)  # its first row reads the last token of the text
-    assert min(found.best.acceptance) > 0.7  # EAGLE-3 drafts 20 of the 24 tokens here, and each comes equally often
+    # EAGLE-3 drafts 20 of the 24 tokens here, which come equally often; drafts meet those that it does not know.
+    assert min(found.best.acceptance) > 0.55
     assert found.stats is not None
     assert found.stats.mean_acceptance_length > 2.3
     assert (job.out / "README.md").read_text().startswith(f"# {kind.method.capitalize()} head for")
@@ -127,9 +129,7 @@ def test_a_head_of_some_tokens_says_which(job: Job, kind: Any) -> None:
         pytest.param(DflashSettings(block_size=4, draft_vocab=6), BlockReference, id="dflash, some tokens"),
         pytest.param(DsparkSettings(block_size=3, markov_rank=8), BlockReference, id="dspark"),
         pytest.param(DsparkSettings(block_size=3, markov_rank=8, markov_head="gated"), BlockReference, id="dspark, gated"),
-        pytest.param(
-            DsparkSettings(block_size=3, markov_rank=8, draft_vocab=6), BlockReference, id="dspark, some tokens"
-        ),
+        pytest.param(DsparkSettings(block_size=3, markov_rank=8, draft_vocab=6), BlockReference, id="dspark, some tokens"),
         pytest.param(DsparkSettings(block_size=3, markov_rank=8, markov_head="rnn"), BlockReference, id="dspark, rnn"),
     ],
 )
@@ -144,14 +144,11 @@ def test_each_draft_token_is_made_as_in_the_engine(tmp_path: Path, kind: Feature
 
 
 def test_blocks_begin_at_some_rows() -> None:
-    """In training any of them, and in measurements evenly spread ones."""
     rows = torch.tensor([[False, True, True, True, True, True, True], [False, False, True, False, True, False, False]])
     torch.manual_seed(2)
-    for choose in (_any_rows, _even_rows):
-        chosen = choose(rows, 3)
-        assert chosen.sum(1).tolist() == [3, 2]
-        assert not (chosen & ~rows).any()
-    assert _even_rows(rows, 3)[0].tolist() == [False, False, True, False, True, False, True]
+    chosen = _any_rows(rows, 3)
+    assert chosen.sum(1).tolist() == [3, 2]
+    assert not (chosen & ~rows).any()
     assert len({tuple(_any_rows(rows, 3)[0].tolist()) for _ in range(20)}) > 5
 
 
@@ -310,7 +307,7 @@ def test_what_is_measured_is_what_the_engine_asks(tmp_path: Path, monkeypatch: p
     made = trained.module.forward
     trained.module.forward = lambda *args: wanted.append(args[2]) or made(*args)
     batch = Batch(torch.arange(9)[None], torch.tensor([9]), torch.tensor([4]))
-    for asked in (trained.loss, trained.overlaps):
+    for asked in (trained.loss, trained.tally):
         asked(trained.module, batch)
     learnt, measured = ([rows[0].nonzero()[:, 0].tolist() for rows in depths] for depths in wanted)
     assert learnt == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6]]
@@ -327,3 +324,26 @@ def test_what_is_measured_is_what_the_engine_asks(tmp_path: Path, monkeypatch: p
     with LLM(path, dtype="float32", speculation={"method": "eagle1", "model": str(tmp_path / "head")}) as llm:
         llm.generate([[0, 1, 2, 3]], SamplingParams(temperature=0, max_tokens=5))
     assert min(behind) == measured[0][0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        pytest.param(HEAD.replace(draft_vocab=12), 40, id="half of the tokens", marks=pytest.mark.core),
+        pytest.param(OTHERS[1], 12, id="dflash"),
+        pytest.param(OTHERS[2], 12, id="dspark"),
+    ],
+)
+def test_a_training_measures_what_the_engine_counts(target: str, tmp_path: Path, kind: Any, steps: int) -> None:
+    """In texts that the engine wrote itself."""
+    sources = [Source(f"{i}", "prompt", [i % VOCAB, (i * 5) % VOCAB]) for i in range(200)]
+    asked = DataSettings(max_tokens=24, held_out=0.3)
+    collect(sources, tmp_path / "data", asked, target=target, dtype="float32")
+    settings = SETTINGS.replace(steps=steps, evaluate_every=steps, engine_prompts=100, engine_tokens=24)
+    found = train_heads(Job(tmp_path / "data", tmp_path / "out", target, "float32", settings), kind)
+    assert found.stats is not None
+    for chance, tried, share in zip(
+        found.best.acceptance, found.stats.tried_per_position, by_position(found.stats), strict=True
+    ):
+        assert abs(share - chance) < 3 * math.sqrt(chance * (1 - chance) / tried), f"of {tried} draft tokens"
+    assert found.best.tau == pytest.approx(found.stats.mean_acceptance_length, abs=0.15)

@@ -29,7 +29,7 @@ def test_a_model_in_fewer_bits_is_widened_and_its_drafts_are_saved_in_its_own(
     saved: list[torch.dtype] = []
     monkeypatch.setattr(distill, "save_model", lambda model, tokenizer, folder, dtype: saved.append(dtype))
     teacher = Teacher(wide, read_manifest(data), "forward")
-    DistilledDraft(pruned(wide, (0, 1)), None, wide, teacher, DistillSettings(), 1.0).save(tmp_path)
+    DistilledDraft(pruned(wide, (0, 1)), None, wide, teacher, DistillSettings(), 1.0, 4).save(tmp_path)
     assert saved == [torch.bfloat16]
 
 

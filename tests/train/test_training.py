@@ -31,10 +31,11 @@ from outrider.lab.train import distill as models
 from outrider.lab.train.batches import Batch, Batches
 from outrider.lab.train.checkpoint import Checkpoints, Progress
 from outrider.lab.train.distill import DistillSettings, Shape, draft_to_begin_with, parse_shape, pruned, write_on
-from outrider.lab.train.run import Job, compare_sizes, train_draft, worth
-from outrider.lab.train.settings import LOSSES, Law, TrainSettings, divergence, overlap
+from outrider.lab.train.run import Job, _rate, compare_sizes, train_draft, worth
+from outrider.lab.train.settings import LOSSES, Law, TrainSettings, divergence, overlap, tally
 from outrider.lab.train.target import FrozenTarget
 from outrider.lab.train.trainer import Watcher
+from tests.train.drafted_rows import followed
 from tests.train.markov import VOCAB, WIDTH, save_data
 from tests.waiting import wait_until
 
@@ -366,19 +367,21 @@ def test_a_training_without_gains_ends_and_keeps_the_best(job: Job) -> None:
 
 
 def measured(job: Job, folder: Path) -> float:
-    """The acceptance of what a folder holds, on held-out texts."""
+    """The acceptance of the first draft token of what a folder holds, on held-out texts."""
     from transformers import AutoModelForCausalLM
 
     from outrider.lab.train.batches import in_turn, load_data
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    target, total, count = FrozenTarget(job.target, "float32"), 0.0, 0
-    for batch in in_turn(load_data(job.data, length=512).held_out, 8):
-        rows = batch.drafts()
+    target, total, depths = FrozenTarget(job.target, "float32"), torch.zeros(2), job.settings.num_draft_tokens
+    for batch in in_turn(load_data(job.data, length=512).held_out, 1):
         with torch.no_grad():
-            found = overlap(Law(target.logits(batch.token_ids)[rows]), model(batch.token_ids).logits[rows], 1.0)
-        total, count = total + float(found.sum()), count + len(found)
-    return total / count
+            each = overlap(Law(target.logits(batch.token_ids)[0]), model(batch.token_ids).logits[0], 1.0).tolist()
+        prompt, length = int(batch.num_prompt_tokens[0]), int(batch.lengths[0])
+        places = [(row, depth) for row in range(prompt, length) for depth in range(depths) if row + depth + 1 < length]
+        stood, tried = followed({(row, depth): each[row + depth] for row, depth in places}, prompt, depths)
+        total += torch.stack([stood[0], tried[0]])
+    return float(total[0] / total[1])
 
 
 def test_a_loss_that_is_none_ends_the_training(job: Job) -> None:
@@ -394,7 +397,7 @@ def test_an_acceptance_that_is_none_ends_the_training(job: Job) -> None:
     from outrider.lab.train import distill
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill, "overlap", lambda target, *_: torch.full((len(target),), torch.nan))
+        patch.setattr(distill, "overlap", lambda target, *_: torch.full((len(target.logits),), torch.nan))
         with pytest.raises(TrainingError, match=r"step 0: the acceptance is nan. Lower lr"):
             train_draft(job, DistillSettings(), shape=SHAPE)
     assert not (job.out / "model.safetensors").exists()
@@ -574,9 +577,9 @@ def test_the_result_is_a_method_with_a_card_of_what_was_measured(job: Job) -> No
 def test_curves_have_a_line_for_each_measurement(job: Job) -> None:
     found = train_draft(job, DistillSettings(), shape=SHAPE)
     head, *rows = (job.out / trainer.TABLE).read_text().splitlines()
-    assert head == "step,tokens,seconds,loss,lr,tau,engine_tau,acceptance_1"
+    assert head == "step,tokens,seconds,loss,lr,tau,engine_tau,acceptance_1,acceptance_2,acceptance_3"
     assert [row.split(",")[0] for row in rows] == ["0", "5", "10", "15", "20"]
-    assert rows[-1].endswith(f"{found.progress.measurements[-1].acceptance[0]}")
+    assert rows[-1].endswith(f"{found.progress.measurements[-1].acceptance[-1]}")
     assert (job.out / trainer.DRAWING).read_bytes().startswith(b"\x89PNG")
 
 
@@ -600,7 +603,38 @@ def test_whoever_may_read_a_folder_may_read_the_weights_in_it(job: Job) -> None:
     assert len(modes) == 1
 
 
+# -- what is measured -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hard", "stood", "tried"),
+    [
+        pytest.param({3, 6}, [2, 2], [2, 2], id="the target writes the hard ones"),
+        pytest.param({1, 2}, [2, 1], [4, 1], id="drafts begin where hard ones come"),
+        pytest.param({2}, [3, 1], [3, 2], id="the second one is hard"),
+    ],
+)
+def test_a_draft_begins_behind_what_the_last_one_brought(hard: set[int], stood: list[float], tried: list[float]) -> None:
+    """Greedy drafts of two tokens in a text of seven, of which token 0 is the prompt."""
+    places = [[(row, row + depth + 1) for row in range(7)] for depth in range(2)]
+    guessed = torch.tensor([[[float(token not in hard) for _, token in depth]] for depth in places])
+    known = torch.tensor([[[token < 7 for _, token in depth]] for depth in places])
+    found = tally(guessed, known)
+    assert (found.stood.tolist(), found.tried.tolist()) == (stood, tried)
+
+
+def test_a_text_without_drafts_counts_nothing() -> None:
+    none = torch.zeros(2, 1, 4)
+    assert tally(none, none.bool()).tried.tolist() == [0, 0]
+
+
 # -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_acceptance_of_a_size_is_that_of_all_its_draft_tokens() -> None:
+    assert _rate([0.5, 0.5, 0.5]) == pytest.approx(0.5)
+    assert _rate([0.8, 0.25]) == pytest.approx((0.8 + 0.2) / (1.0 + 0.8))
+    assert _rate([0.6]) == 0.6
 
 
 def test_the_worth_of_a_size_is_the_formula() -> None:

@@ -274,7 +274,7 @@ mtp = _heads_command(
     unroll=_UNROLL,
     num_draft_tokens=_LENGTH,
 )
-_BLOCK = {
+_BLOCK: dict[str, Any] = {
     "layers": _own(str | None, "It reads what enters these layers; up to five unless given."),
     "own_layers": _own(int, "Layers of its own.", 2),
     "mask_token": _own(int | None, "Stands for tokens to be drafted; the rarest of the data unless given."),

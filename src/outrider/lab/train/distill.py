@@ -18,9 +18,8 @@ from outrider.config import Frozen, ModelConfig
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError, VocabularyMismatchError
 from outrider.files import storing, write_whole
 from outrider.kernels.weights import use_plain_weights
-from outrider.lab.economics import expected_tokens
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.settings import NEEDS_ALL_TOKENS, Law, LossName, Overlaps, Trainee, divergence, overlap
+from outrider.lab.train.settings import NEEDS_ALL_TOKENS, Law, LossName, Tally, Trainee, divergence, overlap, tally_of_each
 from outrider.lab.train.target import FrozenTarget, Teacher
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import exclusive_transformers
@@ -58,6 +57,7 @@ class DistilledDraft(Trainee):
         teacher: Teacher,
         settings: DistillSettings,
         temperature: float,
+        num_draft_tokens: int,
     ) -> None:
         self.module = model
         self.rows = teacher.rows
@@ -66,6 +66,7 @@ class DistilledDraft(Trainee):
         self._teacher = teacher
         self._settings = settings
         self._temperature = temperature
+        self._num_draft_tokens = num_draft_tokens
 
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         if self._settings.on_policy and float(torch.rand(())) < self._settings.on_policy:
@@ -77,14 +78,11 @@ class DistilledDraft(Trainee):
         target = logits if from_texts_alone else self._teacher.logits(batch, rows)
         return divergence(self._settings.loss, Law(target), logits, tokens, self._temperature).mean()
 
-    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
+    def tally(self, module: nn.Module, batch: Batch) -> Tally:
         rows = batch.drafts()
         logits = module(input_ids=batch.token_ids, use_cache=False).logits[rows]
         found = overlap(Law(self._teacher.logits(batch, rows)), logits, self._temperature)
-        return Overlaps(found.sum()[None].double(), torch.tensor([len(found)]))
-
-    def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
-        return expected_tokens([acceptance[0]] * num_draft_tokens)
+        return tally_of_each(found, rows, self._num_draft_tokens)
 
     def save(self, folder: Path) -> None:
         save_model(self.module, self._tokenizer, folder, self._target.dtype)

@@ -67,7 +67,7 @@ class Design(NamedTuple):
     save: Callable[[Path], None]  # writes it to a folder with the weights that the module has then
     learnt: int  # draft tokens behind a row that it learns
     most: int | None  # draft tokens behind a row that it can make; None for any number
-    rows: int | None  # rows of a text from which it drafts in a batch; None for all
+    rows: int | None  # rows of a text at which it learns in a batch; None for all
     facts: dict[str, Any]  # what the model card says of it besides
 
 
@@ -156,14 +156,13 @@ class TrainedFeatureHead(HeadTrainee):
         }
 
     def drafted(self, module: nn.Module, batch: Batch, *, learn: bool) -> tuple[list[Depth], Said]:
-        """As many draft tokens as it learns or as are measured. Where drafts begin at some rows only, learning draws them,
-        and measuring spreads them evenly."""
+        """As many draft tokens as it learns or as are measured. Where a head learns at some rows only, these are drawn."""
         rows_of, depth = (batch.predicts, self._design.learnt) if learn else (batch.drafts, self._measured)
         states, logits = self._features.read(batch)
         embeddings = self._target.embed(batch.token_ids).float()
         chosen = rows_of(1) & (torch.arange(batch.token_ids.shape[1], device=embeddings.device) > 0)
-        if self._design.rows is not None:
-            chosen = (_any_rows if learn else _even_rows)(chosen, self._design.rows)
+        if learn and self._design.rows is not None:
+            chosen = _any_rows(chosen, self._design.rows)
         wanted = [rows_of(ahead) & chosen for ahead in range(1, depth + 1)]
         hidden = [states[layer].float() for layer in self._design.layers]
         drafted = self._through(module, batch, embeddings, hidden, wanted)
@@ -180,12 +179,6 @@ def _any_rows(rows: Tensor, most: int) -> Tensor:
     drawn = torch.rand(rows.shape, device=rows.device).masked_fill(~rows, -1.0)
     count = min(most, rows.shape[1])
     return rows & (drawn >= drawn.topk(count, 1).values[:, -1:])
-
-
-def _even_rows(rows: Tensor, most: int) -> Tensor:
-    """So many of the rows of each text, as evenly spread as can be: [num_texts, num_tokens]."""
-    number, count = rows.cumsum(1), rows.sum(1, keepdim=True).clamp(min=1)
-    return rows & ((number * most) // count > ((number - 1) * most) // count)
 
 
 # --- EAGLE heads (Li et al. 2024, 2025) that are to be trained.

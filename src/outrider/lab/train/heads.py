@@ -10,7 +10,6 @@ about to write, and has ahead = k + 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +21,18 @@ from torch import Tensor, nn
 from outrider.errors import InvalidParameterError
 from outrider.heads.checkpoint import describe_target, save_heads, take_witness
 from outrider.heads.networks import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig, build_network
-from outrider.lab.economics import expected_tokens
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.settings import Depth, HeadLearning, HeadTrainee, LossName, Said, Trainee, TrainSettings
+from outrider.lab.train.settings import (
+    Depth,
+    HeadLearning,
+    HeadTrainee,
+    LossName,
+    Said,
+    Tally,
+    Trainee,
+    TrainSettings,
+    tally_of_each,
+)
 from outrider.lab.train.target import Features, FrozenTarget
 from outrider.records import Manifest
 
@@ -53,7 +61,7 @@ class HeadSettings(HeadLearning):
     decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
 
     def trainee(self, target: FrozenTarget, manifest: Manifest, data: Path, settings: TrainSettings) -> Trainee:
-        return TrainedHeads(target, manifest, self, settings.teacher, settings.seed)
+        return TrainedHeads(target, manifest, self, settings)
 
     def config(self, target: FrozenTarget) -> HeadsConfig:
         """Returns what the checkpoint will say."""
@@ -77,28 +85,24 @@ class HeadSettings(HeadLearning):
 class TrainedHeads(HeadTrainee):
     """Heads in training."""
 
-    def __init__(self, target: FrozenTarget, manifest: Manifest, settings: HeadSettings, source: str, seed: int) -> None:
-        torch.manual_seed(seed)
-        config = settings.config(target)
+    def __init__(self, target: FrozenTarget, manifest: Manifest, learning: HeadSettings, settings: TrainSettings) -> None:
+        torch.manual_seed(settings.seed)
+        config = learning.config(target)
         self._target = target
-        self._settings = settings
-        self.loss_name, self.decay, self.method = settings.loss, settings.decay, settings.method
+        self._settings = learning
+        self._num_draft_tokens = settings.num_draft_tokens
+        self.loss_name, self.decay, self.method = learning.loss, learning.decay, learning.method
         self._config = config
         self._temperature = manifest.settings.temperature
-        self._features = Features(target, manifest, source, [config.layer])
+        self._features = Features(target, manifest, settings.teacher, [config.layer])
         self.rows = self._features.rows
         network = build_network(config)
         fits = getattr(config, "width", None) == target.hidden_size
         network.begin(target.output_weight() if fits else None)
         self.module = network.to(target.device).train()
-        first = 1 if settings.method == "exit" else 2
+        first = 1 if learning.method == "exit" else 2
         self._ahead = tuple(range(first, first + config.num_heads))
         self.reach = self._ahead[-1]
-
-    def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
-        if self._settings.method == "exit":  # drafts one token after the other, as a draft model does
-            return expected_tokens([acceptance[0]] * num_draft_tokens)
-        return super().tau(acceptance, num_draft_tokens)
 
     def save(self, folder: Path) -> None:
         network: Any = self.module
@@ -121,8 +125,15 @@ class TrainedHeads(HeadTrainee):
         if layer != self._target.num_layers:  # they read hidden states behind the final norm
             features = self._target.norm(features)
         logits: Tensor = module(features.float(), self._target.head)
-        depths = []
-        for head, ahead in enumerate(self._ahead):
-            rows = rows_of(ahead)
-            depths.append(Depth(logits[head][rows[first]], rows, ahead))
+        wanted = [rows_of(ahead) for ahead in self._ahead[: None if learn else self._num_draft_tokens]]
+        depths = [
+            Depth(own[rows[first]], rows, ahead) for own, rows, ahead in zip(logits, wanted, self._ahead, strict=False)
+        ]
         return depths, Said(batch, target, self._temperature)
+
+    def tally(self, module: nn.Module, batch: Batch) -> Tally:
+        if self.method != "exit":
+            return super().tally(module, batch)
+        # It drafts one token after the other, as a draft model does.
+        (depth,), said = self.drafted(module, batch, learn=False)
+        return tally_of_each(said.overlap(depth), depth.rows, self._num_draft_tokens)

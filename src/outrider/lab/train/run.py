@@ -7,6 +7,8 @@ import platform
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,7 +66,8 @@ def train_draft(
     def make(target: FrozenTarget, manifest: Manifest) -> Trainee:
         model = draft_to_begin_with(target, shape=shape, prune=prune, init=init, seed=job.settings.seed)
         teacher = Teacher(target, manifest, job.settings.teacher)
-        return DistilledDraft(model, target.tokenizer, target, teacher, learning, manifest.settings.temperature)
+        temperature, length = manifest.settings.temperature, job.settings.num_draft_tokens
+        return DistilledDraft(model, target.tokenizer, target, teacher, learning, temperature, length)
 
     return _train(job, _asked(learning, shape, prune, init), make, watcher)
 
@@ -231,7 +234,7 @@ class Size:
 
     shape: Shape  # of the draft
     parameters: int  # its parameters
-    acceptance: float  # the chance that the token rule accepts, on held-out texts, after the short training
+    acceptance: float  # the share of tried draft tokens that stand, on held-out texts, after the short training
     draft_seconds: float  # of a pass of the draft with one row
     target_seconds: dict[int, float]  # of a pass of the target, by its rows
     num_draft_tokens: int  # the length that pays most
@@ -259,13 +262,19 @@ def compare_sizes(
         figures = finished_draft(own, learning, shape)
         if figures is None:
             figures = train_draft(own, learning, shape=shape, watcher=watch(shape)).figures()
-        found[shape] = (int(figures["parameters"]), float(figures["acceptance"][0]))
+        found[shape] = (int(figures["parameters"]), _rate(figures["acceptance"]))
     target, drafts = _seconds(job, [_folder(job.out, shape) for shape in shapes], timed_target)
     sizes = [
         worth(shape, *found[shape], draft_seconds=seconds, target_seconds=target)
         for shape, seconds in zip(shapes, drafts, strict=True)
     ]
     return sorted(sizes, key=lambda size: -size.speedup)
+
+
+def _rate(acceptance: Sequence[float]) -> float:
+    """The share of draft tokens that stand, of all that are tried behind ones that stand."""
+    stood = list[float](accumulate(acceptance, mul))
+    return sum(stood) / (1.0 + sum(stood[:-1]))
 
 
 def worth(
@@ -407,7 +416,8 @@ def _measured(outcome: Outcome) -> str:
     before, best = outcome.before, outcome.best
     lines = [
         f"On up to {texts} held-out texts, the chance that the token rule accepts a draft token (the sum of the smaller of "
-        "the two probabilities):",
+        "the two probabilities), where those before it in its draft stood. As in the engine, a draft begins behind what "
+        "the one before it brought:",
         "| | before | after |\n|---|---|---|\n"
         + "\n".join(
             f"| position {depth + 1} | {a:.3f} | {b:.3f} |"

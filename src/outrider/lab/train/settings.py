@@ -14,7 +14,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from outrider.config import Frozen
-from outrider.lab.economics import expected_tokens
 from outrider.lab.train.batches import Batch
 from outrider.lab.train.target import FrozenTarget
 from outrider.records import Manifest, read_records
@@ -81,11 +80,51 @@ class TrainSettings(Frozen):
 # --- The interface of what is trained: a draft model, or heads.
 
 
-class Overlaps(NamedTuple):
-    """Says how often draft tokens would be accepted, by how far ahead they are."""
+class Tally(NamedTuple):
+    """Says how often draft tokens stand, by their place in a draft. Each draft begins behind what the one before it
+    brought, as in the engine: behind refused tokens more often than elsewhere, where texts are hard to guess."""
 
-    sums: Tensor  # [depth] of the chances of all rows
-    counts: Tensor  # [depth] rows
+    stood: Tensor  # [depth] draft tokens that the token rule is expected to accept
+    tried: Tensor  # [depth] draft tokens behind which the earlier ones of their drafts stood
+
+
+def tally(chances: Tensor, drafted: Tensor) -> Tally:
+    """Follows the drafts of texts: each draft of n tokens that stand is followed by a token of the target, and the next one
+    begins behind that.
+
+    Args:
+        chances: [depth, num_texts, num_tokens] the chance that the token rule accepts the token that a draft behind a row
+            has there, where its earlier tokens stand.
+        drafted: [depth, num_texts, num_tokens] whether the text goes on so far; the first draft begins at the first row.
+    """
+    depth = len(chances)
+    stood, tried = [0.0] * depth, [0.0] * depth
+    for chance, known in zip(chances.transpose(0, 1).tolist(), drafted.transpose(0, 1).tolist(), strict=True):
+        begun = [0.0] * (len(known[0]) + depth + 1)  # by row, the probability that a draft begins there
+        begun[known[0].index(True) if True in known[0] else -1] = 1.0
+        for row in range(len(known[0])):
+            left = begun[row]  # the probability that all tokens of the draft so far stand
+            for place in range(depth):
+                here = left if known[place][row] else 0.0
+                kept = here * chance[place][row]
+                tried[place], stood[place] = tried[place] + here, stood[place] + kept
+                begun[row + place + 1] += left - kept
+                left = kept
+            begun[row + depth + 1] += left
+    return Tally(torch.tensor(stood), torch.tensor(tried))
+
+
+def tally_of_each(chances: Tensor, rows: Tensor, num_draft_tokens: int) -> Tally:
+    """The same where a draft token is made as the first one behind its row is.
+
+    Args:
+        chances: [n] of the first draft tokens behind so many rows.
+        rows: [num_texts, num_tokens] which rows these are.
+    """
+    grid = chances.new_zeros(rows.shape).masked_scatter(rows, chances)
+    places = range(num_draft_tokens)
+    known = torch.stack([rows & shifted(rows, place) for place in places])
+    return tally(torch.stack([shifted(grid, place) for place in places]), known)
 
 
 class Trainee:
@@ -100,12 +139,8 @@ class Trainee:
         """The mean loss of a batch; `module` is the one to call, wrapped for several devices where there are some."""
         raise NotImplementedError
 
-    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
+    def tally(self, module: nn.Module, batch: Batch) -> Tally:
         """Returns how often its draft tokens would be accepted in these texts, where the target wrote them."""
-        raise NotImplementedError
-
-    def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
-        """Tokens that a pass of the target is expected to yield, from the acceptance by depth."""
         raise NotImplementedError
 
     def save(self, folder: Path) -> None:
@@ -305,13 +340,11 @@ class HeadTrainee(Trainee):
     def loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return depth_loss(self.loss_name, *self.drafted(module, batch, learn=True), self.decay)
 
-    def overlaps(self, module: nn.Module, batch: Batch) -> Overlaps:
+    def tally(self, module: nn.Module, batch: Batch) -> Tally:
         depths, said = self.drafted(module, batch, learn=False)
-        sums = [said.overlap(depth).sum().double() for depth in depths]
-        return Overlaps(torch.stack(sums), torch.tensor([len(depth.logits) for depth in depths]))
-
-    def tau(self, acceptance: Sequence[float], num_draft_tokens: int) -> float:
-        return expected_tokens(acceptance[:num_draft_tokens])
+        none = torch.zeros(batch.token_ids.shape, device=batch.token_ids.device)
+        chances = [none.masked_scatter(depth.rows, said.overlap(depth).float()) for depth in depths]
+        return tally(torch.stack(chances), torch.stack([depth.rows for depth in depths]))
 
     def speculation(self, folder: Path) -> dict[str, Any]:
         return {"method": self.method, "model": str(folder)}

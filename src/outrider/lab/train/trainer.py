@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from outrider.errors import InvalidParameterError, TrainingError
 from outrider.files import write_text, write_whole
-from outrider.lab.train.batches import Batch, Batches, Piece, TrainingData, in_turn
+from outrider.lab.economics import expected_tokens
+from outrider.lab.train.batches import Batch, Batches, TrainingData, in_turn
 from outrider.lab.train.checkpoint import Checkpoints, Measurement, Progress
-from outrider.lab.train.settings import Overlaps, Precision, Trainee, TrainSettings
+from outrider.lab.train.settings import Precision, Tally, Trainee, TrainSettings
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.settings import SpeculationConfig
@@ -167,29 +168,26 @@ class Trainer:
 
     @torch.no_grad()
     def _acceptance(self) -> tuple[float, ...]:
-        """By depth, on held-out texts. Every process computes the same."""
+        """By place in a draft, on held-out texts. Every process computes the same."""
         self._module.eval()
-        total: Overlaps | None = None
-        pieces: list[Piece] = self._data.held_out[: self._settings.held_out_texts]
-        for batch in in_turn(pieces, self._settings.batch_size):
+        found = list[Tally]()
+        for batch in in_turn(self._data.held_out[: self._settings.held_out_texts], 1):  # since all of its rows draft
             with self._accelerator.autocast():
-                found = self._trainee.overlaps(self._trainee.module, batch.to(self._accelerator.device))
-            sums, counts = found.sums.cpu(), found.counts.cpu()
-            total = Overlaps(sums, counts) if total is None else Overlaps(total.sums + sums, total.counts + counts)
-        assert total is not None, "there are held-out texts"
-        if not total.counts[0]:
+                found.append(self._trainee.tally(self._trainee.module, batch.to(self._accelerator.device)))
+        stood, tried = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+        if not tried[0]:
             problem = f"no piece of a held-out text has {self._trainee.reach + 1} tokens that the target wrote"
             raise InvalidParameterError(
                 "length", self._settings.length, problem, "Use longer pieces, or make longer texts."
             )
-        return tuple((total.sums / total.counts.clamp(min=1)).tolist())
+        return tuple((stood / tried.where(tried > 0, 1.0)).tolist())
 
     def _measured(self, progress: Progress, board: Board | None) -> Progress:
         """Look at held-out texts, and keep the weights if none were better."""
         acceptance = self._acceptance()
         if not all(map(math.isfinite, acceptance)):
             raise TrainingError(progress.step, f"the acceptance is {acceptance[0]}", _LOWER)
-        tau = self._trainee.tau(acceptance, self._settings.num_draft_tokens)
+        tau = expected_tokens(acceptance)
         stats = self._judged(progress.step)
         measurement = Measurement(
             step=progress.step,
