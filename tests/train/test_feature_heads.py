@@ -227,6 +227,11 @@ def test_the_most_frequent_tokens_of_the_training_texts_are_drafted(data: Path) 
     assert frequent_tokens(data, manifest, VOCAB).tokens is None
 
 
+def said_of(batch: Batch, logits: Tensor, temperature: float, tokens: Tensor | None = None) -> Said:
+    """What is said of a batch by logits [num_texts, num_tokens, vocab_size]."""
+    return Said(batch, lambda some: logits if some is None else logits.index_select(-1, some), temperature, tokens)
+
+
 @pytest.mark.core
 def test_losses_of_a_head_that_knows_some_tokens() -> None:
     target, draft = torch.tensor([[1.0, 0.5, -1.0, 2.0]]), torch.tensor([[0.3, -0.7]])
@@ -237,7 +242,7 @@ def test_losses_of_a_head_that_knows_some_tokens() -> None:
     logits = torch.cat([torch.zeros(1, 4), target, torch.zeros(1, 4)])[None]
 
     def said(temperature: float, draft: Tensor = draft) -> tuple[Said, Depth]:
-        return Said(batch, logits, temperature, tokens), Depth(draft, torch.tensor([[True, False, False]]), 2)
+        return said_of(batch, logits, temperature, tokens), Depth(draft, torch.tensor([[True, False, False]]), 2)
 
     def accepted(*arguments: Any) -> float:
         found, depth = said(*arguments)
@@ -261,7 +266,7 @@ def test_losses_of_a_head_that_knows_some_tokens() -> None:
 def test_the_accepted_length_counts_a_token_where_those_before_it_stand() -> None:
     texts = torch.tensor([[0, 1, 1, 0]])
     batch = Batch(texts, torch.tensor([4]), torch.tensor([1]))
-    said = Said(batch, torch.zeros(1, 4, 2), 1.0)  # the target gives both tokens a half
+    said = said_of(batch, torch.zeros(1, 4, 2), 1.0)  # the target gives both tokens a half
     rows = [torch.tensor([[False, True, True, False]]), torch.tensor([[False, True, False, False]])]
     sure = torch.tensor([[99.0, 0.0]])  # and stands with a chance of a half
     depths = [Depth(torch.cat([sure, torch.zeros(1, 2)]), rows[0], 1), Depth(sure, rows[1], 2)]

@@ -16,6 +16,7 @@ from outrider.lab.train.run import Job, train_draft
 from outrider.lab.train.settings import TrainSettings
 from outrider.lab.train.target import FrozenTarget, Teacher
 from outrider.records import read_manifest
+from tests.model import checkpoints
 
 TEXT = torch.tensor([[5, 7, 11, 13, 2, 3]])
 
@@ -81,3 +82,22 @@ def test_a_training_in_float32_widens_a_target_whose_dtype_nobody_asked_for(
     job = replace(Job(data, tmp_path), dtype=dtype, settings=TrainSettings(precision=precision))
     with pytest.raises(Seen, match=f"'widened': {widened}"):
         train_draft(job, DistillSettings(), prune=(0,))
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "blocks"])
+def test_the_logits_of_some_tokens_are_those_of_all(tmp_path: Path, kind: str) -> None:
+    """The output layer computes them alone, and is itself again behind that."""
+    folder = str(checkpoints.save("phi" if kind == "bias" else "llama", tmp_path / "target", seed=3))
+    if kind == "blocks":
+        pytest.importorskip("gguf")
+        from tests.model.test_rounded_rows_of_files import write
+
+        folder = write(tmp_path, "llama", ("Q8_0",))
+    frozen = FrozenTarget(folder, "float32")
+    states, tokens = frozen.states(TEXT, (frozen.num_layers,))[0][frozen.num_layers], torch.tensor([2, 40, 7, 13])
+    whole, some = frozen.head(states[0]), frozen.head(states[0], tokens)
+    assert some.shape == (len(TEXT[0]), 4)
+    torch.testing.assert_close(some, whole[:, tokens], atol=1e-5, rtol=1e-5)
+    other = tokens + 1
+    torch.testing.assert_close(frozen.head(states[0], other), whole[:, other], atol=1e-5, rtol=1e-5)
+    assert torch.equal(frozen.head(states[0]), whole)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outrider.config import Frozen
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.target import FrozenTarget
+from outrider.lab.train.target import FrozenTarget, LogitsOf
 from outrider.records import Manifest, read_records
 
 TeacherSource = Literal["forward", "hidden_states", "top_k"]
@@ -281,20 +281,19 @@ class Depth(NamedTuple):
 class Said:
     """Holds what the target says of a batch.
 
-    What is said of a large vocabulary fills gigabytes, and all depths look at it. So what a draft knows of it is taken out
-    once, and a row is copied once for each depth.
+    What is said of a large vocabulary fills gigabytes and takes most of the time of a step. So only the tokens that a draft
+    knows are computed, unless somebody asks for more.
 
     Args:
         batch: The texts.
-        logits: [num_texts, num_tokens, vocab_size]; row i speaks of token i + 1.
+        logits: Those [num_texts, num_tokens, n] of some tokens or of all; row i speaks of token i + 1.
         temperature: That the texts are written at.
         tokens: [draft_vocab_size] the target's token for each of the draft's; None where they are the same.
     """
 
-    def __init__(self, batch: Batch, logits: Tensor, temperature: float, tokens: Tensor | None = None) -> None:
+    def __init__(self, batch: Batch, logits: LogitsOf, temperature: float, tokens: Tensor | None = None) -> None:
         self.batch, self.temperature, self.tokens = batch, temperature, tokens
-        self._all = logits
-        self._known = logits if tokens is None else logits.index_select(-1, tokens)
+        self._logits = logits
 
     def at(self, depth: Depth) -> Law:
         """What the draft tokens of a depth are compared with, in n rows, among the tokens that the draft knows."""
@@ -309,6 +308,14 @@ class Said:
     def overlap(self, depth: Depth) -> Tensor:
         """[n] the chance that the token rule accepts."""
         return overlap(self.among_all(depth), depth.logits, self.temperature, self.tokens)
+
+    @cached_property
+    def _all(self) -> Tensor:
+        return self._logits(None)
+
+    @cached_property
+    def _known(self) -> Tensor:
+        return self._all if self.tokens is None else self._logits(self.tokens)
 
     @cached_property
     def _total(self) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.config import ActivationsName, DTypeName, ModelConfig, default_model
 from outrider.errors import ContradictionError, InvalidParameterError
 from outrider.heads.lone import layer_config
+from outrider.kernels.weights import QuantisedLinear
 from outrider.lab.train.batches import Batch
 from outrider.loading.fit import leaves_room
 from outrider.loading.loaded_model import LoadedModel
@@ -39,6 +41,7 @@ class FrozenTarget:
         check_sources(target=self.name)
         loaded = load_model(ModelConfig(model=self.name, dtype=dtype, device=device, activations=activations))
         self.model, self.tokenizer, self._loaded = loaded.model, loaded.tokenizer, loaded
+        self._some: tuple[Tensor, nn.Linear] | None = None  # tokens, and an output layer that computes these alone
         self.dtype = loaded.dtype  # of its weights in the engine
         if widened and _may_widen(loaded):
             convert(self.model, torch.float32)
@@ -65,13 +68,27 @@ class FrozenTarget:
         out = self.model(input_ids=token_ids, use_cache=False, output_hidden_states=True)
         return {layer: out.hidden_states[layer] for layer in layers}, out.logits
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [num_rows, vocab_size] of what the final norm left, [num_rows, hidden_size]; gradients go through."""
+    def head(self, hidden: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Logits [num_rows, vocab_size] of what the final norm left, [num_rows, hidden_size]; gradients go through. Given
+        tokens [n], the logits [num_rows, n] of these alone."""
         rows = hidden.to(self.model.dtype)
-        tokens = torch.zeros((1, len(rows)), dtype=torch.long, device=self.device)  # stand in for the rows
-        with only_head(self.model, rows):
-            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
+        placeholders = torch.zeros((1, len(rows)), dtype=torch.long, device=self.device)  # stand in for the rows
+        with only_head(self.model, rows), self._outputs(tokens):
+            logits: Tensor = self.model(input_ids=placeholders, use_cache=False).logits[0]
         return logits
+
+    @contextmanager
+    def _outputs(self, tokens: Tensor | None) -> Iterator[None]:
+        """Let the output layer compute some tokens alone; None for all."""
+        whole = self.model.get_output_embeddings()
+        if tokens is not None:
+            if self._some is None or self._some[0] is not tokens:
+                self._some = (tokens, _of_tokens(whole, tokens))
+            self.model.set_output_embeddings(self._some[1])
+        try:
+            yield
+        finally:
+            self.model.set_output_embeddings(whole)
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -114,6 +131,17 @@ def _may_widen(loaded: LoadedModel) -> bool:
     return loaded.dtype.itemsize < 4 and leaves_room(4 * numbers, loaded.device)
 
 
+def _of_tokens(layer: nn.Linear, tokens: Tensor) -> nn.Linear:
+    """An output layer that computes some tokens as the whole one does."""
+    found = type(layer)(layer.in_features, len(tokens), bias=layer.bias is not None, device="meta")
+    found.weight = nn.Parameter(layer.weight[tokens], requires_grad=False)
+    if layer.bias is not None:
+        found.bias = nn.Parameter(layer.bias[tokens], requires_grad=False)
+    if isinstance(layer, QuantisedLinear) and isinstance(found, QuantisedLinear):
+        found.quantised_weight = layer.quantised_weight.each(lambda tensor: tensor[tokens])
+    return found
+
+
 class Teacher:
     """Holds what the target says of a batch: computed, or as it was kept with the data. The source "forward" runs the
     target on every batch; "hidden_states" takes the final ones from the data and runs the head alone; "top_k" takes its
@@ -150,6 +178,10 @@ class Teacher:
 # --- What heads read of the target, and what the target says: computed, or as it was kept with the data.
 
 
+#: Logits [num_texts, num_tokens, n] of tokens [n], or of all tokens for None.
+LogitsOf = Callable[[Tensor | None], Tensor]
+
+
 class Features:
     """Hidden states and logits of the target; `rows` names what the data must hold."""
 
@@ -164,15 +196,20 @@ class Features:
             raise ContradictionError("teacher", source, problem, "Use teacher='forward', or make other data.")
         self.rows = tuple(hidden_name(layer) for layer in needed) if self._kept else ()
 
-    @torch.no_grad()
-    def read(self, batch: Batch) -> tuple[dict[int, Tensor], Tensor]:
-        """Hidden states [num_texts, num_tokens, hidden_size] by layer, and the logits [num_texts, num_tokens, vocab_size].
-        What was kept has no row for the last token; there the one before stands in, which nobody may read."""
+    def read(self, batch: Batch) -> tuple[dict[int, Tensor], LogitsOf]:
+        """Hidden states [num_texts, num_tokens, hidden_size] by layer, and what the target says. What was kept has no row
+        for the last token; there the one before stands in, which nobody may read."""
         if not self._kept:
-            return self._target.states(batch.token_ids, self._layers)
+            states, logits = self._target.states(batch.token_ids, self._layers)
+            return states, lambda tokens: logits if tokens is None else logits.index_select(-1, tokens)
         states = {layer: _with_last(batch.rows[hidden_name(layer)]) for layer in self._layers}
         last = _with_last(batch.rows[hidden_name(self._target.num_layers)])
-        return states, self._target.head(last.flatten(0, 1)).reshape(*last.shape[:2], -1)
+
+        @torch.no_grad()
+        def logits_of(tokens: Tensor | None) -> Tensor:
+            return self._target.head(last.flatten(0, 1), tokens).reshape(*last.shape[:2], -1)
+
+        return states, logits_of
 
 
 def _with_last(kept: Tensor) -> Tensor:
