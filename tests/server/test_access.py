@@ -162,6 +162,17 @@ def test_json_says_that_it_is(server: Server, kind: str | None, want: int) -> No
         assert "application/json" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("coding", "want"), [("identity", 200), ("gzip", 415), ("br, gzip", 415)])
+def test_a_body_is_not_compressed(server: Server, coding: str, want: int) -> None:
+    headers = {"content-type": "application/json", "content-encoding": coding}
+    response = server.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+    assert response.status_code == want, response.text
+    if want == 415:
+        error = response.json()["error"]
+        assert error["code"] == "unsupported_content_encoding"
+        assert repr(coding) in error["message"]
+
+
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a/b", "", "a b", "*.*", "a.*", "[::1]:80"])
 def test_what_is_no_host_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(InvalidParameterError, match="allowed_host"):

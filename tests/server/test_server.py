@@ -510,11 +510,17 @@ def test_routes_of_other_apis_say_whose_they_are_and_what_there_is_instead(
     ("request_bytes", "status", "code"),
     [
         (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n{}", 400, "invalid_http"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n"
+            b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+            400,
+            "invalid_http",
+        ),
         (b"GET /health HTTP/1.1\r\n\r\n", 400, "invalid_http"),
         (b"\x16\x03\x01 garbage\r\n\r\n", 400, "invalid_http"),
         (b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"x" * 66_000, 431, "headers_too_large"),
     ],
-    ids=["length", "host", "garbage", "headers"],
+    ids=["length", "two lengths", "host", "garbage", "headers"],
 )
 def test_what_is_no_http_gets_an_error_object_too(server: Server, request_bytes: bytes, status: int, code: str) -> None:
     host, _, port = server.url.removeprefix("http://").rpartition(":")
@@ -525,6 +531,20 @@ def test_what_is_no_http_gets_an_error_object_too(server: Server, request_bytes:
         error = json.loads(answer.read())["error"]
     assert (answer.status, error["code"], error["type"]) == (status, code, "invalid_request_error")
     assert len(answer.headers["x-request-id"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [("http://x/health", 200), ("HTTP://x:80/health?deep=1", 200), ("http://x", 200), ("http://x/healthy", 404)],
+)
+def test_a_whole_url_asks_for_its_path(server: Server, target: str, status: int) -> None:
+    """As clients write it that take the server for a proxy (RFC 9112, 3.2.2)."""
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == status, answer.read()
 
 
 def test_a_fault_after_the_first_token_is_an_event(server: Server) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,16 @@ def test_files_that_are_no_certificate_are_refused(tmp_path: Path) -> None:
         assert (found.value.field, found.value.value) == ("ssl_certfile", str(path))
     with pytest.raises(ContradictionError, match="--ssl-certfile"):
         check_tls(None, nonsense)
+
+
+def test_nobody_is_asked_for_the_password_of_a_key(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-passout", "pass:word", "-subj", "/CN=x")
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate")
+    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    with pytest.raises(InvalidParameterError, match="the key is encrypted"):
+        check_tls(certificate, key)
 
 
 @pytest.mark.parametrize("options", [("--ssl-certfile", "nothing"), ("--ssl-keyfile", "nothing")])

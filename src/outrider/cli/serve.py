@@ -117,8 +117,8 @@ def serve(
     # Before the model: what is wrong here is better known now.
     _check_installed()
     keys, settings = _settings(reached, api_key_file, model_name=served_model_name or _usual_name(model), **given)
-    records = None if record is None else _record_folder(record, keys)
-    with light_imports():  # of the routes, which bring all that models need
+    with light_imports():  # of records and routes, which bring all that models need
+        records = None if record is None else _record_folder(record, keys)
         tls = certificate.options()
         place = _listen(reached, settings, has_keys=bool(keys), is_single=replicas is None)
     loading["profile"] = profile

@@ -385,7 +385,7 @@ def _tokens(service: Service, asked: TokenizeRequest) -> Response:
         tokens = prompts.encode_conversation(conversation(asked.messages))[1]
     else:
         tokens = prompts.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)[1]
-    return answer({"count": len(tokens), "max_model_len": service.facts.max_model_len, "tokens": tokens})
+    return answer({"count": len(tokens), "max_model_len": service.facts.longest, "tokens": tokens})
 
 
 async def detokenize(service: Service, call: Call) -> Response:

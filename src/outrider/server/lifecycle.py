@@ -127,8 +127,12 @@ def api_key(request: Request) -> str:
 
 
 def check_content_type(request: Request) -> None:
-    """See that a request says of its body that it is JSON. Browsers then ask before they send it for a page from
-    elsewhere."""
+    """See that a request says of its body that it is JSON, and not compressed. Browsers then ask before they send it for a
+    page from elsewhere."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        said = f"the body is sent as {coding!r}, and this server reads none that is compressed. Leave out Content-Encoding"
+        raise ApiError(415, said, code="unsupported_content_encoding")
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

@@ -38,7 +38,7 @@ _ERRORS = {
     "403": "The Host or the Origin of the request is not allowed.",
     "404": "There is no such model.",
     "413": "The body is too large.",
-    "415": "The body is not said to be JSON.",
+    "415": "The body is not said to be JSON, or it is compressed.",
     "429": "The queue is full.",
     "500": "The server failed.",
     "503": "The server is shutting down.",

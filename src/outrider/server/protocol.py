@@ -163,7 +163,8 @@ class Protocol(H11Protocol):
 
 
 class _Connection(h11.Connection):
-    """One that refuses headers beyond the limit, and can send what means nothing."""
+    """One that refuses headers beyond the limit and bodies of two lengths, takes whole URLs, and can send what means
+    nothing."""
 
     _sends_events = False
 
@@ -175,6 +176,10 @@ class _Connection(h11.Connection):
                 check_headers(event.target, event.headers)
             except ApiError as error:
                 raise h11.RemoteProtocolError(str(error), error_status_hint=431) from error
+            names = {name for name, _ in event.headers}
+            if {b"content-length", b"transfer-encoding"} <= names:  # proxies and servers may disagree where it ends
+                raise h11.RemoteProtocolError("it has both Content-Length and Transfer-Encoding")
+            return _in_origin_form(event)
         return event
 
     def send(self, event: Any) -> Any:
@@ -191,6 +196,15 @@ class _Connection(h11.Connection):
         if self.our_state is h11.SEND_BODY and self._sends_events:
             return self.send(h11.Data(data=b":\n\n")) or b""
         return b""
+
+
+def _in_origin_form(asked: h11.Request) -> h11.Request:
+    """The same request for a path and a query; clients of proxies write a whole URL (RFC 9112, 3.2.2)."""
+    url = re.fullmatch(rb"https?://[^/?#]*/?([^#]*)", asked.target, re.IGNORECASE)
+    if url is None:
+        return asked
+    target, version = b"/" + url[1], asked.http_version
+    return h11.Request(method=asked.method, headers=asked.headers, target=target, http_version=version)
 
 
 def _path(line: bytes) -> str:

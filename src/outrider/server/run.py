@@ -56,6 +56,10 @@ def listen(host: str, port: int, stalled_seconds: int, most: int = Listener.most
     return found
 
 
+def _no_password() -> str:
+    raise ValueError("the key is encrypted, and nobody is asked for its password")
+
+
 def check_tls(certificate: Path | None, key: Path | None) -> None:
     """See that https can be had with these files, or was not asked for.
 
@@ -66,8 +70,8 @@ def check_tls(certificate: Path | None, key: Path | None) -> None:
         raise ContradictionError("ssl_keyfile", str(key), "there is no certificate", "Give --ssl-certfile too.")
     if certificate is not None:
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-        except OSError as error:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, _no_password)
+        except (OSError, ValueError) as error:
             problem = f"with the key in {key or certificate} it cannot be used ({error})"
             remedy = "Give PEM files of a certificate and of its key."
             raise InvalidParameterError("ssl_certfile", str(certificate), problem, remedy) from None

@@ -42,8 +42,7 @@ _CLEARING_SECONDS = 5.0
 class ModelFacts:
     """Holds what does not change while the server runs."""
 
-    max_model_len: int  # longest text that the model takes
-    longest: int  # longest text that there is memory for, too
+    longest: int  # longest text that the model takes and that there is memory for
     max_num_seqs: int  # sequences that run at a time
     vocab_size: int  # token ids that the model knows
 
@@ -67,8 +66,8 @@ class Service:
         llm = engine.llm
         runner, config = llm.engine.runner, llm.engine.scheduler.config
         capacity = runner.blocks.num_blocks * runner.blocks.block_size
-        length = runner.loaded.max_model_len
-        self.facts = ModelFacts(length, min(length, capacity), config.max_num_seqs, runner.loaded.vocab_size)
+        longest = min(runner.loaded.max_model_len, capacity)
+        self.facts = ModelFacts(longest, config.max_num_seqs, runner.loaded.vocab_size)
         self.jobs = JobMaker(
             llm.prompts,
             llm.default_params,
@@ -243,6 +242,6 @@ def described(service: Service, created: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "outrider",
         "root": service.settings.model_name,
-        "max_model_len": service.facts.max_model_len,
+        "max_model_len": service.facts.longest,
         "speculation": list(service.allowed.names),
     }
