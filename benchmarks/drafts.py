@@ -5,10 +5,11 @@
 
 A way is written as in `outrider bench --way`, behind a name of its own. The first one is what the others are compared with,
 and plain decoding always runs too. Prompts are lines of {"prompt": ...}; where a line has an "answer", `--replay` forces it
-as the target's choice. Every way writes every prompt in every round, in turns that change with the prompt, alone and
-without a prefix cache. A ratio of speeds is that of total times, with the 95% range of a bootstrap over prompts, which
-pairs them. The time of drafting is the median over the drafts of one prompt, in turns of all ways. Heads of DSpark end
-their drafts where they like, and with `--whole` they draft whole blocks.
+as the target's choice. With `--data DIR` they are those that a training with these data is measured with. Every way writes
+every prompt in every round, in turns that change with the prompt, alone and without a prefix cache. A ratio of speeds is
+that of total times, with the 95% range of a bootstrap over prompts, which pairs them. The time of drafting is the median
+over the drafts of one prompt, in turns of all ways. Heads of DSpark end their drafts where they like, and with `--whole`
+they draft whole blocks.
 
 In a replay the drafts are greedy and see nothing of the text that is forced: the target alone is made to follow it.
 """
@@ -31,6 +32,7 @@ from outrider.lab.measure.machine import describe
 from outrider.lab.measure.widen_heads import wide_heads
 from outrider.lab.measure.writing import EncodedTask, Run, write
 from outrider.propose.row_heads import FolderMethod
+from outrider.records import read_manifest, read_records
 from outrider.results import RequestStats
 from outrider.widen import wide_target
 
@@ -82,6 +84,13 @@ def encoded(llm: LLM, lines: list[dict[str, str]], num_tokens: int, *, replay: b
         if answer is None or len(answer) == num_tokens:
             found.append(EncodedTask(str(place), prompt, num_tokens, answer))
     return found
+
+
+def held_out(data: Path, num_tokens: int) -> list[EncodedTask]:
+    """The prompts of a folder of data that no training learns from."""
+    records = [record for record in read_records(data, read_manifest(data)) if record.held_out]
+    prompts = [tuple(record.token_ids[: record.num_prompt_tokens].tolist()) for record in records]
+    return [EncodedTask(str(place), prompt, num_tokens, None) for place, prompt in enumerate(prompts)]
 
 
 def measure(
@@ -146,7 +155,9 @@ def summary(found: dict[str, Measured], num_prompts: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, required=True)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompts", type=Path, help='lines of {"prompt": ...}')
+    source.add_argument("--data", type=Path, help="a folder of `outrider train data`, whose held-out prompts are taken")
     parser.add_argument("--way", action="append", required=True, help="NAME=WAY")
     parser.add_argument("--target", help="folder or hub id; the embedded one unless given")
     parser.add_argument("--wide", action="store_true", help="the wide copy of the embedded target")
@@ -161,8 +172,11 @@ def main() -> None:
     asked = parser.parse_args()
     target = wide_target(asked.dtype) if asked.wide else asked.target
     llm = LLM(target, speculation="none", dtype=asked.dtype, prefix_caching=False)
-    lines = [json.loads(line) for line in asked.prompts.read_text("utf-8").splitlines() if line.strip()]
-    tasks = encoded(llm, lines, asked.tokens, replay=asked.replay)[: asked.limit]
+    if asked.data is not None:
+        tasks = held_out(asked.data, asked.tokens)[: asked.limit]
+    else:
+        lines = [json.loads(line) for line in asked.prompts.read_text("utf-8").splitlines() if line.strip()]
+        tasks = encoded(llm, lines, asked.tokens, replay=asked.replay)[: asked.limit]
     plain = {"plain": DecodingConfig("plain", SpeculationConfig.of("none"))}
     ways = plain | dict(parse(text, wide=asked.wide, replay=asked.replay, whole=asked.whole) for text in asked.way)
     found = {
