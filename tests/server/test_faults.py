@@ -192,6 +192,10 @@ def test_memory_that_is_short_costs_time_and_no_text(texts: list[tuple[dict[str,
         assert server.metric("vllm:num_preemptions_total") > 0
         status, body = asyncio.run(post(server.url, json.dumps({"prompt": [5] * 300, "max_tokens": 2}).encode()))
         assert (status, body["error"]["param"]) == (400, "prompt")
+        longest = server.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert server.post("/tokenize", {"prompt": "x"}).json()["max_model_len"] == longest
+        fitting = {"prompt": [5] * (longest - 1), "max_tokens": 1}
+        assert server.post("/v1/completions", fitting).status_code == 200, "a text of the length that it says"
         assert server.rests()
 
 

@@ -89,8 +89,8 @@ class Tally(NamedTuple):
 
 
 def tally(chances: Tensor, drafted: Tensor) -> Tally:
-    """Follows the drafts of texts: each draft of n tokens that stand is followed by a token of the target, and the next one
-    begins behind that.
+    """Follows the drafts of texts. Behind the draft tokens that stand comes a token of the target, and there the next draft
+    begins.
 
     Args:
         chances: [depth, num_texts, num_tokens] the chance that the token rule accepts the token that a draft behind a row
@@ -101,7 +101,8 @@ def tally(chances: Tensor, drafted: Tensor) -> Tally:
     stood, tried = [0.0] * depth, [0.0] * depth
     for chance, known in zip(chances.transpose(0, 1).tolist(), drafted.transpose(0, 1).tolist(), strict=True):
         begun = [0.0] * (len(known[0]) + depth + 1)  # by row, the probability that a draft begins there
-        begun[known[0].index(True) if True in known[0] else -1] = 1.0
+        if True in known[0]:
+            begun[known[0].index(True)] = 1.0
         for row in range(len(known[0])):
             left = begun[row]  # the probability that all tokens of the draft so far stand
             for place in range(depth):
