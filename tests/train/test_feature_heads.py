@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,28 @@ import torch
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelLoadError, StorageError
+from outrider.errors import (
+    ContradictionError,
+    HeadMismatchError,
+    InputError,
+    InvalidParameterError,
+    ModelLoadError,
+    OutriderError,
+    StorageError,
+    UnsupportedModelError,
+)
 from outrider.heads.block import BlockRunner
 from outrider.heads.formats import writing
+from outrider.heads.formats.folder import AUX_LAYERS
 from outrider.heads.formats.published import read_head
 from outrider.kernels.formats import FORMATS
 from outrider.lab.convert.compressed_tensors import write_compressed
+from outrider.lab.prove.tiny_heads import _NVIDIA, save_random_dflash, save_random_eagle
 from outrider.lab.train.batches import Batch, in_turn, load_data
 from outrider.lab.train.blocks import DflashSettings, DsparkSettings
 from outrider.lab.train.collect import Source, collect
 from outrider.lab.train.features import Eagle1Settings, Eagle3Settings, FeatureHeadSettings, _any_rows
-from outrider.lab.train.run import Job, train_heads
+from outrider.lab.train.run import Job, head_learning, train_heads
 from outrider.lab.train.settings import LOSSES, Depth, Law, Said, TrainSettings, depth_loss, divergence, frequent_tokens
 from outrider.lab.train.target import FrozenTarget
 from outrider.lab.train.trainer import by_position
@@ -141,6 +153,90 @@ def test_each_draft_token_is_made_as_in_the_engine(tmp_path: Path, kind: Feature
     disturb(trained)
     trained.save(tmp_path / "head")
     assert_drafts_as(trained, frozen, lambda: reference(str(tmp_path / "head"), frozen.model).logits)
+
+
+#: Random heads as they are published, by the method that drafts with them: how each is written, and what reads it here.
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True}
+READ: dict[str, Any] = {AUX_LAYERS: [1, 2, 3]}
+PUBLISHED: dict[str, tuple[str, Any, Any]] = {
+    "eagle1": ("eagle1", partial(save_random_eagle, layout="safeailab1"), Eagle1Reference),
+    "eagle1, own embedding": (
+        "eagle1",
+        partial(save_random_eagle, layout="safeailab1", own_embedding=True, bias=False),
+        Eagle1Reference,
+    ),
+    "eagle3, nvidia": (
+        "eagle3",
+        partial(save_random_eagle, layout="nvidia", eagle_config={**_NVIDIA, AUX_LAYERS: [0, 1, 2]}),
+        EagleReference,
+    ),
+    "eagle3, some tokens": (
+        "eagle3",
+        partial(save_random_eagle, layout="safeailab", **READ, draft_tokens=tuple(range(1, 24, 3))),
+        EagleReference,
+    ),
+    "eagle3, norms": (
+        "eagle3",
+        partial(save_random_eagle, layout="speculators", **READ, norm_before_residual=True, fc_norm=True, norm_output=True),
+        EagleReference,
+    ),
+    "eagle3, narrow": (
+        "eagle3",
+        partial(
+            save_random_eagle,
+            layout="speculators",
+            **READ,
+            own_embedding=True,
+            sizes={"hidden_size": 24, "head_dim": 12},
+            target_hidden_size=32,
+        ),
+        EagleReference,
+    ),
+    "dflash": ("dflash", save_random_dflash, BlockReference),
+    "dflash, window": ("dflash", partial(save_random_dflash, layout="speculators", sizes=SLIDING), BlockReference),
+    "dflash, window both ways": (
+        "dflash",
+        partial(save_random_dflash, layout="speculators", sizes=SLIDING, sliding_window_non_causal=True),
+        BlockReference,
+    ),
+    "dspark": ("dspark", partial(save_random_dflash, layout="deepspec", markov_head_type="rnn"), BlockReference),
+    "dspark, no sequential head": (
+        "dspark",
+        partial(save_random_dflash, layout="deepspec", markov_rank=0, confidence_head_with_markov=False),
+        BlockReference,
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_head_goes_on_to_learn(tmp_path: Path, name: str) -> None:
+    """What it drafts in training is what a reference makes of the published files, and of those that it is written to."""
+    method, write, reference = PUBLISHED[name]
+    path = checkpoints.save("llama", tmp_path / "target", seed=3)
+    begun = write(tmp_path / "begun", path)
+    data = save_data(tmp_path / "data", path, temperature=0.7)
+    frozen = FrozenTarget(path, "float32")
+    trained: Any = head_learning(method, {"init": begun}).trainee(frozen, read_manifest(data), data, SETTINGS)
+    trained.save(tmp_path / "same")
+    before, after = weights(Path(begun)), weights(tmp_path / "same")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].float(), after[name]) for name in before)
+    disturb(trained)
+    trained.save(tmp_path / "head")
+    assert_drafts_as(trained, frozen, lambda: reference(str(tmp_path / "head"), frozen.model).logits)
+
+
+@pytest.mark.parametrize("kind", [HEAD, *OTHERS], ids=lambda kind: kind.method)
+def test_a_head_goes_on_from_an_earlier_one(job: Job, kind: Any) -> None:
+    how = SETTINGS.replace(steps=8, evaluate_every=8, engine_prompts=0)
+    first = train_heads(replace(job, settings=how), kind)
+    second = replace(job, out=job.out / "more", settings=how.replace(seed=1))
+    found = train_heads(second, type(kind)(init=str(job.out)))
+    assert found.before.acceptance == pytest.approx(first.best.acceptance, abs=1e-5)
+    assert found.best.tau > first.best.tau
+    assert f"| begun with | {job.out.name} |" in (second.out / "README.md").read_text()
+    assert read_head(str(second.out)).config.layer.intermediate_size == 32
 
 
 def test_blocks_begin_at_some_rows() -> None:
@@ -291,6 +387,41 @@ def test_blocks_that_cannot_be_are_refused_before_any_work(job: Job, settings: d
     with pytest.raises(InputError):
         train_heads(job, DflashSettings(**settings))
     assert not job.out.exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"init": "nowhere"}, r"model='nowhere': no such folder"),
+        ({"method": "eagle1"}, r"init=.*method='eagle3'.*outrider train eagle3"),
+        ({"method": "dflash"}, r"init=.*method='eagle3'.*outrider train eagle3"),
+        ({"draft_vocab": 10}, r"draft_vocab=10: the head in .* has 20\. Leave it out"),
+        ({"feed_forward": 16}, r"feed_forward=16: the head in .* has 32"),
+        ({"layers": (1, 2)}, r"layers=\(1, 2\): the head in .* has \(1, 2, 3\)"),
+    ],
+)
+def test_a_head_that_training_cannot_begin_with_is_refused(job: Job, asked: dict[str, Any], problem: str) -> None:
+    train_heads(replace(job, settings=SETTINGS.replace(steps=1, engine_prompts=0)), HEAD)
+    more = replace(job, out=job.out / "more")
+    with pytest.raises(OutriderError, match=problem):
+        train_heads(more, head_learning(asked.pop("method", "eagle3"), {"init": str(job.out), **asked}))
+    assert not more.out.exists()
+
+
+def test_a_head_of_another_target_is_refused(job: Job, tmp_path: Path) -> None:
+    other = checkpoints.save("llama", tmp_path / "other", seed=3)
+    begun = save_random_eagle(tmp_path / "head", other, "speculators", **READ)
+    with pytest.raises(HeadMismatchError, match=r"made for a target with hidden_size=32, and .* has 64"):
+        train_heads(job, Eagle3Settings(init=begun))
+    assert not job.out.exists()
+
+
+def test_a_head_that_could_not_be_written_is_refused_before_any_work(job: Job) -> None:
+    assert job.target is not None
+    begun = save_random_dflash(job.out / "begun", job.target, is_causal=True)
+    with pytest.raises(UnsupportedModelError, match="the format of speculators cannot say"):
+        train_heads(replace(job, out=job.out / "more"), DflashSettings(init=begun))
+    assert not (job.out / "more").exists()
 
 
 def test_pieces_and_data_that_do_not_reach_are_refused(job: Job) -> None:

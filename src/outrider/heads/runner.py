@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -67,7 +67,7 @@ class HeadRunner(Generic[NetworkT]):
     @classmethod
     def of(cls, head: PublishedHead, target: Target) -> Self:
         """A published head, whose network is taken over. Raises HeadMismatchError where it was made for another target."""
-        layers, rotary = _paired_layers(head, target), RotaryFactors(head.config.layer, target.device)
+        layers, rotary = paired_layers(head, target), RotaryFactors(head.config.layer, target.device)
         network: Any = head.network.to(target.device, target.dtype)
         return cls(network, target, layers, head.config.kept, rotary)
 
@@ -311,8 +311,21 @@ _REMEDY = "Use a head that was made for this target."
 LEAST_COSINE = 0.5
 
 
-def _paired_layers(head: PublishedHead, target: Target) -> tuple[int, ...]:
-    """The layers of the target whose inputs a head reads."""
+class PairedTarget(Protocol):
+    """What a head is compared with: a target that runs, or one that teaches."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+    def embed(self, token_ids: Tensor, /) -> Tensor:
+        """Rows [n, hidden_size] of its embedding table, of tokens [n]."""
+
+
+def paired_layers(head: PublishedHead, target: PairedTarget) -> tuple[int, ...]:
+    """The layers of the target whose inputs a head reads. HeadMismatchError where it was made for another target."""
     folder, config = head.folder, head.config
     for field, value in {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}.items():
         found = getattr(target, field)
@@ -338,7 +351,7 @@ def _paired_layers(head: PublishedHead, target: Target) -> tuple[int, ...]:
     return layers
 
 
-def _check_embedding(folder: str, own: nn.Embedding, target: Target) -> None:
+def _check_embedding(folder: str, own: nn.Embedding, target: PairedTarget) -> None:
     """Raise HeadMismatchError where a head's embeddings are not the target's."""
     tokens = witness_tokens(target.vocab_size)
     theirs, ours = own(tokens.to(own.weight.device)).double().cpu(), target.embed(tokens).double().cpu()
@@ -354,7 +367,7 @@ def _last_shown(config: FeatureHeadConfig, count: int) -> int:
     return count if config.method == "eagle1" else count - 1
 
 
-def _check_architecture(folder: str, config: FeatureHeadConfig, target: Target) -> None:
+def _check_architecture(folder: str, config: FeatureHeadConfig, target: PairedTarget) -> None:
     own = model_class(target.model_type)
     foreign = [name for name in config.architectures if is_model_class(name)]
     if own is not None and foreign and own not in foreign:

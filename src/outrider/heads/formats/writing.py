@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.files import write_tensors, write_text
-from outrider.heads.formats.folder import CONFIG, read_config, renamed
+from outrider.heads.formats.folder import CONFIG, Format, read_config, renamed
 from outrider.heads.formats.published import FORMATS, PublishedHead, read_head
 from outrider.loading.sources import WHOLE
 
@@ -45,6 +46,16 @@ def _named(head: PublishedHead, target: str | None) -> PublishedHead:
 
 def write_head(folder: Path, head: PublishedHead, form: str) -> None:
     """Write a head. The configuration comes last: without it, nothing loads what is there."""
+    found, mapping = written_as(head, form)
+    names = found.published(head.config)
+    tensors = {renamed(name, names): weight for name, weight in head.network.state_dict().items()}
+    write_tensors(folder / WHOLE, tensors | _columns(head), {"format": "pt"})
+    write_text(folder / CONFIG, json.dumps(mapping, indent=1) + "\n")
+
+
+def written_as(head: PublishedHead, form: str) -> tuple[Format, dict[str, Any]]:
+    """The format of a family in which a head is written, and the configuration there. UnsupportedModelError where the
+    family has none that can hold the head."""
     method = head.config.method
     found = next((each for each in FORMATS if (each.family, each.method) == (form, method)), None)
     if found is None or found.write is None:
@@ -54,11 +65,7 @@ def write_head(folder: Path, head: PublishedHead, form: str) -> None:
     if getattr(head.config, "gemma", None) is not None:
         problem = f"the format of {form} has no layers of Gemma 4"
         raise UnsupportedModelError(head.folder, problem, "Use the head as it was published.")
-    mapping = found.write(head.config)
-    names = found.published(head.config)
-    tensors = {renamed(name, names): weight for name, weight in head.network.state_dict().items()}
-    write_tensors(folder / WHOLE, tensors | _columns(head), {"format": "pt"})
-    write_text(folder / CONFIG, json.dumps(mapping, indent=1) + "\n")
+    return found, found.write(head.config)
 
 
 def _columns(head: PublishedHead) -> dict[str, Tensor]:

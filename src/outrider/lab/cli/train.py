@@ -226,6 +226,7 @@ _UNROLL = _own(int, "Draft tokens behind each token of a text that it learns.", 
 _FEED_FORWARD = _own(int | None, "Units of its layers; the target's unless given.")
 _DRAFT_VOCAB = _own(int, "Most tokens that it drafts: the data's most frequent ones.", 32000)
 _LENGTH = (NumDraftTokens, 5)
+_INIT = _own(str | None, "Begin with the head in this folder or GGUF file, whose shape and tokens stay.")
 
 medusa = _heads_command(
     "medusa",
@@ -254,6 +255,7 @@ exit_ = _heads_command(
 eagle3 = _heads_command(
     "eagle3",
     "Train a layer that continues the frozen target's features (EAGLE-3, Li et al. 2025).",
+    init=_INIT,
     layers=_own(str | None, "It reads what enters these layers; 2,n/2,n-3 of n unless given."),
     draft_vocab=_DRAFT_VOCAB,
     unroll=_UNROLL,
@@ -263,6 +265,7 @@ eagle3 = _heads_command(
 eagle1 = _heads_command(
     "eagle1",
     "Train a layer that continues what the target's final norm leaves (EAGLE, Li et al. 2024).",
+    init=_INIT,
     unroll=_UNROLL,
     feed_forward=_FEED_FORWARD,
     num_draft_tokens=_LENGTH,
@@ -275,6 +278,7 @@ mtp = _heads_command(
     num_draft_tokens=_LENGTH,
 )
 _BLOCK: dict[str, Any] = {
+    "init": _INIT,
     "layers": _own(str | None, "It reads what enters these layers; up to five unless given."),
     "own_layers": _own(int, "Layers of its own.", 2),
     "mask_token": _own(int | None, "Stands for tokens to be drafted; the rarest of the data unless given."),

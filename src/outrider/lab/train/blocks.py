@@ -32,7 +32,6 @@ from outrider.lab.train.features import (
     OwnLayerSettings,
     TrainedFeatureHead,
     begin_output,
-    published_design,
 )
 from outrider.lab.train.settings import (
     DraftVocabulary,
@@ -67,44 +66,59 @@ class DflashSettings(OwnLayerSettings):
     # Most tokens that it drafts: the most frequent ones of the data.
     draft_vocab: int = Field(32000, ge=2, description="Use 2 or more.")
 
-    def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
-        drafted = frequent_tokens(data, manifest, self.draft_vocab)
-        config, mask = self._config(target, manifest, data, drafted)
+    def _chosen_tokens(self, manifest: Manifest, data: Path) -> DraftVocabulary:
+        return frequent_tokens(data, manifest, self.draft_vocab)
+
+    def _new(self, target: FrozenTarget, manifest: Manifest, data: Path, drafted: DraftVocabulary) -> PublishedHead:
+        config = self._config(target, self._mask_token(target, manifest, data), drafted)
         network = BlockHeadNetwork(config, own_embedding=False, own_output=drafted.tokens is not None)
         if drafted.tokens is not None:  # else the target lends its own
             begin_output(network, target, drafted.tokens)
-        module = TextBlocks(network, target.embed(torch.tensor(mask, device=target.device)).float())
-        facts = {"layers of its own": self.own_layers, "rows of a block": self.block_size, "mask token": mask}
-        facts |= drafted.facts(target)
-        head, places = PublishedHead("", config, network, drafted.tokens), config.num_places
-        form = self._form if drafted.tokens is None else "speculators"  # which has a place for an output layer
-        return published_design(head, form, target, module, places, most=places, rows=self.blocks, facts=facts)
+        return PublishedHead("", config, network, drafted.tokens)
 
-    @property
-    def _form(self) -> str:
-        """The family of formats in which a head that drafts all tokens is written."""
-        return "z-lab"
-
-    def _config(
-        self, target: FrozenTarget, manifest: Manifest, data: Path, drafted: DraftVocabulary
-    ) -> tuple[BlockHeadConfig, int]:
-        """The description of the head, and its mask token."""
-        layers = layers_to_read(target, self.layers, _usual_layers(target.num_layers))
-        mask = self._mask_token(target, manifest, data)
-        config = BlockHeadConfig(
+    def _config(self, target: FrozenTarget, mask_token: int, drafted: DraftVocabulary) -> BlockHeadConfig:
+        """The description of a new head."""
+        return BlockHeadConfig(
             method=self.method,
             layer=head_layers("qwen3", target, self.feed_forward, self.own_layers),
             target_hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
             draft_vocab_size=drafted.size(target),
-            aux_layers=layers,
+            aux_layers=layers_to_read(target, self.layers, _usual_layers(target.num_layers)),
             verifier=target.name,
             architectures=tuple(target.model.config.architectures or ()),
             block_size=self.block_size,
-            mask_token_id=mask,
+            mask_token_id=mask_token,
             reaches=(BlockReach(),) * self.own_layers,
         )
-        return config, mask
+
+    def _shape(self, config: Any, target: FrozenTarget) -> dict[str, Any]:
+        return super()._shape(config, target) | {
+            "layers": config.layers_of(target.num_layers),
+            "own_layers": len(config.reaches),
+            "block_size": config.block_size,
+            "mask_token": config.mask_token_id,
+            "draft_vocab": config.draft_vocab_size,
+        }
+
+    def _form(self, head: PublishedHead) -> str:
+        """That of the speculators package has a place for an output layer, and for whatever a head that was there before
+        may have."""
+        return "z-lab" if self.init is None and head.tokens is None else "speculators"
+
+    def _facts(self, config: Any) -> dict[str, Any]:
+        sizes = {"layers of its own": len(config.reaches), "rows of a block": config.block_size}
+        return sizes | {"mask token": config.mask_token_id}
+
+    def _learning(self, head: PublishedHead, target: FrozenTarget) -> dict[str, Any]:
+        network, config = head.network, head.config
+        assert isinstance(network, BlockHeadNetwork)
+        assert isinstance(config, BlockHeadConfig)
+        mask = torch.tensor(config.mask_token_id)
+        own = network.embed_tokens
+        row = target.embed(mask) if own is None else own(mask)
+        module, places = TextBlocks(network, row.detach().float()), config.num_places
+        return {"module": module, "learnt": places, "most": places, "rows": self.blocks}
 
     def _mask_token(self, target: FrozenTarget, manifest: Manifest, data: Path) -> int:
         """The one that is asked for, or the rarest; of equally rare ones that with the highest number, since tokens that no
@@ -136,19 +150,19 @@ class DsparkSettings(DflashSettings):
         torch.manual_seed(settings.seed)
         return TrainedSequentialHead(target, manifest, self, self.design(target, manifest, data), settings)
 
-    @property
-    def _form(self) -> str:
-        return "speculators"
+    def _config(self, target: FrozenTarget, mask_token: int, drafted: DraftVocabulary) -> BlockHeadConfig:
+        markov = MarkovShape(MarkovKind(self.markov_head), self.markov_rank)
+        judge = JudgeInput.STATE_AND_TOKEN if self.confidence else None
+        return replace(super()._config(target, mask_token, drafted), from_anchor=True, markov=markov, judge=judge)
 
-    def _config(
-        self, target: FrozenTarget, manifest: Manifest, data: Path, drafted: DraftVocabulary
-    ) -> tuple[BlockHeadConfig, int]:
-        config, mask = super()._config(target, manifest, data, drafted)
-        small: dict[str, Any] = {
-            "markov": MarkovShape(MarkovKind(self.markov_head), self.markov_rank),
-            "judge": JudgeInput.STATE_AND_TOKEN if self.confidence else None,
-        }
-        return replace(config, from_anchor=True, **small), mask
+    def _shape(self, config: Any, target: FrozenTarget) -> dict[str, Any]:
+        small = {"confidence": config.judge is not None}
+        if config.markov is not None:
+            small |= {"markov_rank": config.markov.rank, "markov_head": config.markov.kind.value}
+        return super()._shape(config, target) | small
+
+    def _form(self, head: PublishedHead) -> str:
+        return "speculators"
 
 
 class TrainedSequentialHead(TrainedFeatureHead):
@@ -230,7 +244,8 @@ class TextBlocks(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns what the sequential and the confidence head say of each depth, behind the tokens of the texts."""
         markov, judge = self.network.markov_head, self.network.confidence_head
-        assert markov is not None
+        if markov is None:  # as some published heads are, in which nothing guesses chances either
+            return logits, []
         state = markov.begin(rows).expand(places.numel(), -1)
         biased, chances = list[Tensor](), list[Tensor]()
         for depth, own in enumerate(asked):
@@ -249,8 +264,8 @@ class TextBlocks(nn.Module):
         rows = torch.stack([_taken(embeddings, places), *[self.mask.expand(*places.shape, -1)] * (size - 1)], 2)
         rotary = RotaryFactors(self.network.config.layer, rows.device)
         tables = rotary.at(range(embeddings.shape[1] + size), torch.float32)
-        for layer in self.network.stack:
-            rows = _through(layer, rows, features, places, tables)
+        for layer, reach in zip(self.network.stack, self.network.reaches, strict=True):
+            rows = _through(layer, rows, features, places, tables, reach)
         return rows
 
 
@@ -267,7 +282,9 @@ def _taken(values: Tensor, places: Tensor) -> Tensor:
     return values[torch.arange(len(values), device=values.device)[:, None], places]
 
 
-def _through(layer: BlockLayer, rows: Tensor, features: Tensor, places: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def _through(
+    layer: BlockLayer, rows: Tensor, features: Tensor, places: Tensor, tables: tuple[Tensor, Tensor], reach: BlockReach
+) -> Tensor:
     """Returns what a layer leaves of the rows [num_texts, most, block_size, hidden_size] of blocks.
 
     Args:
@@ -286,10 +303,22 @@ def _through(layer: BlockLayer, rows: Tensor, features: Tensor, places: Tensor, 
     shared_by = queries.shape[3] // keys.shape[2]
     keys, values = (each.repeat_interleave(shared_by, 2) for each in (keys, values))
     own_keys, own_values = (each.repeat_interleave(shared_by, 3) for each in own)
-    before = torch.arange(features.shape[1], device=rows.device) < places[..., None]
-    scores = torch.einsum("bmihd,bjhd->bmhij", queries, keys).masked_fill(~before[:, :, None, None], float("-inf"))
-    among = torch.einsum("bmihd,bmjhd->bmhij", queries, own_keys)
+    seen, seen_among = _seen(reach, places, size, features.shape[1])
+    scores = torch.einsum("bmihd,bjhd->bmhij", queries, keys).masked_fill(~seen[:, :, None], float("-inf"))
+    among = torch.einsum("bmihd,bmjhd->bmhij", queries, own_keys).masked_fill(~seen_among, float("-inf"))
     shares = (torch.cat([scores, among], -1) * queries.shape[-1] ** -0.5).softmax(-1)
     found = torch.einsum("bmhij,bjhd->bmihd", shares[..., of_text], values)
     found = found + torch.einsum("bmhij,bmjhd->bmihd", shares[..., features.shape[1] :], own_values)
     return layer.leave(rows.flatten(0, 2), found.flatten(0, 2)).reshape(rows.shape)
+
+
+def _seen(reach: BlockReach, places: Tensor, size: int, length: int) -> tuple[Tensor, Tensor]:
+    """What the rows of blocks that begin at places [num_texts, most] see: of the text [num_texts, most, size, length], and
+    of their own block [size, size]."""
+    own, text = torch.arange(size, device=places.device), torch.arange(length, device=places.device)
+    seen = (text < places[..., None])[:, :, None].expand(-1, -1, size, -1)
+    among = torch.ones(size, size, dtype=torch.bool, device=places.device)
+    if reach.window is not None:
+        seen = seen & (places[..., None, None] + own[:, None] - text < reach.window)
+        among = (own - own[:, None]).abs() < reach.window
+    return seen, among.tril() if reach.causal else among

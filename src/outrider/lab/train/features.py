@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from outrider.errors import UnsupportedModelError
+from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
 from outrider.files import write_tensors
 from outrider.heads.features import (
     Eagle1Network,
@@ -29,14 +29,16 @@ from outrider.heads.formats.mtp import (
     read_mtp,
     read_mtp_config,
 )
-from outrider.heads.formats.published import PublishedHead
-from outrider.heads.formats.writing import write_head
+from outrider.heads.formats.published import PublishedHead, read_head
+from outrider.heads.formats.writing import write_head, written_as
 from outrider.heads.lone import RotaryFactors, SeenContext, new_tensors
 from outrider.heads.mtp import MtpLayer, load_mtp_layer
 from outrider.heads.networks import TargetHead
+from outrider.heads.runner import paired_layers
 from outrider.lab.train.batches import Batch
 from outrider.lab.train.settings import (
     Depth,
+    DraftVocabulary,
     HeadLearning,
     HeadTrainee,
     LossName,
@@ -44,6 +46,7 @@ from outrider.lab.train.settings import (
     Trainee,
     TrainSettings,
     frequent_tokens,
+    known_tokens,
     shifted,
 )
 from outrider.lab.train.target import Features, FrozenTarget, head_layers, layers_to_read
@@ -69,22 +72,7 @@ class Design(NamedTuple):
     most: int | None  # draft tokens behind a row that it can make; None for any number
     rows: int | None  # rows of a text at which it learns in a batch; None for all
     facts: dict[str, Any]  # what the model card says of it besides
-
-
-def published_design(
-    head: PublishedHead,
-    form: str,
-    target: FrozenTarget,
-    module: nn.Module,
-    learnt: int,
-    *,
-    most: int | None = None,
-    rows: int | None = None,
-    facts: dict[str, Any],
-) -> Design:
-    """The design of a head in a published format, with the weights that training begins with."""
-    layers, save = head.config.layers_of(target.num_layers), partial(write_head, head=head, form=form)
-    return Design(head.config.method, layers, head.tokens, module, save, learnt, most, rows, facts)
+    embedding: nn.Embedding | None = None  # its own, which does not learn; None where the target lends its
 
 
 def begin_output(network: PublishedNetwork, target: FrozenTarget, tokens: Tensor | None) -> None:
@@ -113,10 +101,75 @@ class FeatureHeadSettings(HeadLearning):
 
 
 class OwnLayerSettings(FeatureHeadSettings):
-    """A head whose layers are of a kind of their own."""
+    """A head whose layers are of a kind of their own, in a published format."""
 
+    method: str  # that will draft with it
+    # A published head, or one that was trained before, with which training begins. It decides its own shape and tokens.
+    init: str | None = Field(None, min_length=1, description="Use the folder or the GGUF file of a head, or None.")
     # Units of the feed-forward part of its layers; None takes as many as the target has.
     feed_forward: int | None = Field(None, ge=1, description="Use 1 or more, or None.")
+
+    def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
+        if self.init is None:
+            drafted = self._chosen_tokens(manifest, data)
+            head = self._new(target, manifest, data, drafted)
+        else:
+            head = self._begun(self.init, target)
+            drafted = known_tokens(data, manifest, head.tokens)
+        form = self._form(head)
+        written_as(head, form)  # what no format can hold is refused before any work
+        network = head.network
+        begun = {} if self.init is None else {"begun with": Path(self.init).name}
+        return Design(
+            method=self.method,
+            layers=head.config.layers_of(target.num_layers),
+            tokens=head.tokens,
+            save=partial(write_head, head=head, form=form),
+            facts=self._facts(head.config) | drafted.facts(target) | begun,
+            embedding=network.embed_tokens,
+            **self._learning(head, target),
+        )
+
+    def _begun(self, folder: str, target: FrozenTarget) -> PublishedHead:
+        """A head that was there before, in float32 and for training."""
+        head = read_head(folder)
+        if head.config.method != self.method:
+            problem = f"it holds a head for method={head.config.method!r}"
+            raise InvalidParameterError("init", folder, problem, f"Use `outrider train {head.config.method}` for it.")
+        paired_layers(head, target)
+        for name, theirs in self._shape(head.config, target).items():
+            asked = getattr(self, name)
+            if asked not in (theirs, type(self).model_fields[name].default):
+                problem = f"the head in {folder} has {theirs!r}"
+                raise ContradictionError(name, asked, problem, "Leave it out, or train a new head.")
+        network = head.network.float().requires_grad_(True)
+        if network.embed_tokens is not None:
+            network.embed_tokens.requires_grad_(False)
+        return head
+
+    def _chosen_tokens(self, manifest: Manifest, data: Path) -> DraftVocabulary:
+        """The tokens that a new head drafts."""
+        return DraftVocabulary(None, 1.0)
+
+    def _new(self, target: FrozenTarget, manifest: Manifest, data: Path, drafted: DraftVocabulary) -> PublishedHead:
+        """A new head as training begins."""
+        raise NotImplementedError
+
+    def _shape(self, config: Any, target: FrozenTarget) -> dict[str, Any]:
+        """The settings that a head which was there before has decided already, and their values."""
+        return {"feed_forward": config.layer.intermediate_size}
+
+    def _form(self, head: PublishedHead) -> str:
+        """The family of formats in which the head is written."""
+        return "speculators"
+
+    def _facts(self, config: Any) -> dict[str, Any]:
+        """What the model card says of the head's own shape."""
+        return {}
+
+    def _learning(self, head: PublishedHead, target: FrozenTarget) -> dict[str, Any]:
+        """The fields of `Design` that say how the head learns: `module`, `learnt`, `most` and `rows`."""
+        raise NotImplementedError
 
 
 class TrainedFeatureHead(HeadTrainee):
@@ -159,7 +212,8 @@ class TrainedFeatureHead(HeadTrainee):
         """As many draft tokens as it learns or as are measured. Where a head learns at some rows only, these are drawn."""
         rows_of, depth = (batch.predicts, self._design.learnt) if learn else (batch.drafts, self._measured)
         states, logits = self._features.read(batch)
-        embeddings = self._target.embed(batch.token_ids).float()
+        own = self._design.embedding
+        embeddings = (self._target.embed if own is None else own)(batch.token_ids).float()
         chosen = rows_of(1) & (torch.arange(batch.token_ids.shape[1], device=embeddings.device) > 0)
         if learn and self._design.rows is not None:
             chosen = _any_rows(chosen, self._design.rows)
@@ -188,41 +242,52 @@ def _any_rows(rows: Tensor, most: int) -> Tensor:
 _USUAL_FROM = 7
 
 
-class Eagle3Settings(OwnLayerSettings):
-    """A head of EAGLE-3."""
-
-    method: Literal["eagle3"] = "eagle3"
-    # The target's layers whose inputs it reads, in ascending order; None takes 2, n // 2 and n - 3 of n.
-    layers: tuple[int, ...] | None = Field(None, description="Use ascending layer numbers, or None.")
-    # Most tokens that it drafts: the most frequent ones of the data.
-    draft_vocab: int = Field(32000, ge=2, description="Use 2 or more.")
-    # Draft tokens behind each token of a text that it learns.
-    unroll: int = Field(4, ge=1, le=16, description="Use 1 to 16.")
-
-    def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
-        layers = layers_to_read(target, self.layers, _usual_layers(target.num_layers))
-        drafted = frequent_tokens(data, manifest, self.draft_vocab)
-        config = _config(self.method, target, self.feed_forward, drafted.size(target), layers)
-        network = Eagle3Network(config, own_embedding=False, own_output=True)
-        begin_output(network, target, drafted.tokens)
-        head = PublishedHead("", config, network, drafted.tokens)
-        facts = drafted.facts(target)
-        return published_design(head, "speculators", target, UnrolledHead(network), self.unroll, facts=facts)
-
-
 class Eagle1Settings(OwnLayerSettings):
     """A head of EAGLE, which EAGLE-2 drafts trees with. It continues what the target's final norm leaves. The target's
     output layer, which does not learn, reads what it leaves."""
 
-    method: Literal["eagle1"] = "eagle1"
+    method: Literal["eagle1", "eagle3"] = "eagle1"
     # Draft tokens behind each token of a text that it learns.
     unroll: int = Field(4, ge=1, le=16, description="Use 1 to 16.")
 
-    def design(self, target: FrozenTarget, manifest: Manifest, data: Path) -> Design:
+    def _new(self, target: FrozenTarget, manifest: Manifest, data: Path, drafted: DraftVocabulary) -> PublishedHead:
         config = _config(self.method, target, self.feed_forward, target.vocab_size, None)
-        network = Eagle1Network(config, own_embedding=False, bias=True)
-        head = PublishedHead("", config, network, None)
-        return published_design(head, "safeailab", target, UnrolledHead(network), self.unroll, facts={})
+        return PublishedHead("", config, Eagle1Network(config, own_embedding=False, bias=True), None)
+
+    def _form(self, head: PublishedHead) -> str:
+        return "safeailab"
+
+    def _learning(self, head: PublishedHead, target: FrozenTarget) -> dict[str, Any]:
+        network = head.network
+        assert isinstance(network, FeatureHeadNetwork)
+        return {"module": UnrolledHead(network), "learnt": self.unroll, "most": None, "rows": None}
+
+
+class Eagle3Settings(Eagle1Settings):
+    """A head of EAGLE-3."""
+
+    method: Literal["eagle1", "eagle3"] = "eagle3"
+    # The target's layers whose inputs it reads, in ascending order; None takes 2, n // 2 and n - 3 of n.
+    layers: tuple[int, ...] | None = Field(None, description="Use ascending layer numbers, or None.")
+    # Most tokens that it drafts: the most frequent ones of the data.
+    draft_vocab: int = Field(32000, ge=2, description="Use 2 or more.")
+
+    def _chosen_tokens(self, manifest: Manifest, data: Path) -> DraftVocabulary:
+        return frequent_tokens(data, manifest, self.draft_vocab)
+
+    def _new(self, target: FrozenTarget, manifest: Manifest, data: Path, drafted: DraftVocabulary) -> PublishedHead:
+        layers = layers_to_read(target, self.layers, _usual_layers(target.num_layers))
+        config = _config(self.method, target, self.feed_forward, drafted.size(target), layers)
+        network = Eagle3Network(config, own_embedding=False, own_output=True)
+        begin_output(network, target, drafted.tokens)
+        return PublishedHead("", config, network, drafted.tokens)
+
+    def _shape(self, config: Any, target: FrozenTarget) -> dict[str, Any]:
+        read = {"layers": config.layers_of(target.num_layers), "draft_vocab": config.draft_vocab_size}
+        return super()._shape(config, target) | read
+
+    def _form(self, head: PublishedHead) -> str:
+        return "speculators"
 
 
 def _config(

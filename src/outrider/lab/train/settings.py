@@ -400,7 +400,7 @@ def shifted(values: Tensor, by: int) -> Tensor:
 class DraftVocabulary(NamedTuple):
     """Some of the target's tokens."""
 
-    tokens: Tensor | None  # [size] in ascending order; None for all
+    tokens: Tensor | None  # [size]; None for all
     share: float  # how many of the tokens to be learnt are among them
 
     def size(self, target: FrozenTarget) -> int:
@@ -421,7 +421,16 @@ def frequent_tokens(folder: Path, manifest: Manifest, size: int) -> DraftVocabul
         return DraftVocabulary(None, 1.0)
     counts = token_counts(folder, manifest)
     chosen = torch.sort(counts, descending=True, stable=True).indices[:size]
-    return DraftVocabulary(chosen.sort().values, float(counts[chosen].sum() / counts.sum().clamp(min=1)))
+    return _with_share(chosen.sort().values, counts)
+
+
+def known_tokens(folder: Path, manifest: Manifest, tokens: Tensor | None) -> DraftVocabulary:
+    """The tokens that a head drafts already, [size], and how many of what it is to learn they are; None for all."""
+    return DraftVocabulary(None, 1.0) if tokens is None else _with_share(tokens, token_counts(folder, manifest))
+
+
+def _with_share(tokens: Tensor, counts: Tensor) -> DraftVocabulary:
+    return DraftVocabulary(tokens, float(counts[tokens].sum() / counts.sum().clamp(min=1)))
 
 
 def token_counts(folder: Path, manifest: Manifest) -> Tensor:

@@ -47,6 +47,7 @@ class FrozenTarget:
             convert(self.model, torch.float32)
         self.vocab_size, self.device = loaded.vocab_size, loaded.device
         config = self.model.config.get_text_config(decoder=True)
+        self.model_type = str(config.model_type)
         self.hidden_size, self.num_layers = int(config.hidden_size), int(config.num_hidden_layers)
         with noting_layers(self.model), torch.no_grad():  # so that its head can run without its layers
             self.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device), use_cache=False)
@@ -93,7 +94,7 @@ class FrozenTarget:
     @torch.no_grad()
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows [..., hidden_size] of the embedding table, as the layers would be given them, of tokens [...]."""
-        rows: Tensor = self.model.get_input_embeddings()(token_ids)
+        rows: Tensor = self.model.get_input_embeddings()(token_ids.to(self.device))
         return rows
 
     def output_weight(self) -> Tensor:
