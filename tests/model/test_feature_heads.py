@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from outrider.engine.drafting.asking import StepDraft
 from outrider.engine.drafting.planning import as_requested
 from outrider.heads.fused_head import FusedEagle, FusedRunner
 from outrider.heads.runner import HeadRunner
+from outrider.kernels.library import kernel_library
+from outrider.kernels.linear import PackedLinear
 from outrider.lab.prove.own_model import CacheAudit
 from outrider.lab.prove.tiny import raise_engine_norms
 from outrider.lab.prove.tiny_heads import save_random_eagle
@@ -346,3 +349,25 @@ def test_control_a_head_that_reads_something_else_is_seen(
     outputs = load(made, backend).generate(PROMPTS, GREEDY, speculation=made.way("safeailab"))
     assert faults(outputs) == 0
     assert watch.worst > 100 * BOUND
+
+
+@pytest.mark.skipif(kernel_library() is None, reason="stock products round nothing")
+@pytest.mark.parametrize("activations", ["int8", "none"])
+@pytest.mark.parametrize("name", ["speculators", "safeailab, narrower"])
+def test_a_head_is_rounded_as_its_target_is(tmp_path: Path, name: str, activations: Any) -> None:
+    """Where the target computes with rows of 8 bits, its head does, and reads half as many bytes; unless rows of its widths
+    cannot be rounded."""
+    path = checkpoints.save("llama", tmp_path / "target", seed=3, layers=LAYERS, intermediate_size=64)
+    head = save_random_eagle(tmp_path / "head", path, scale=0.1, **HEADS[name])
+    way = SpeculationConfig(method=Eagle3(model=head), num_draft_tokens=3)
+    with LLM(path, dtype="bfloat16", quantization="int8", activations=activations, speculation="none") as llm:
+        plain = llm.generate(list(PROMPTS), GREEDY)
+        assert texts(llm.generate(list(PROMPTS), GREEDY, speculation=way)) == texts(plain)
+        runner = proposer_of(llm, way)._head
+        assert isinstance(runner, FusedEagle)
+        layer, fc = runner.kernel._packed[0], runner.network.fc
+        assert isinstance(fc, PackedLinear)
+        packed = [fc.packed, runner.kernel.head, layer.qkv, layer.out, layer.gate, layer.up, layer.down]
+        formats = {(each.format.name, each.format.rounds_rows) for each in packed if each is not None}
+    rounded = activations == "int8" and name == "speculators"
+    assert formats == {("int8", True) if rounded else ("bfloat16", False)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 from outrider.errors import HeadMismatchError, InputError, InvalidParameterError, ModelLoadError
 from outrider.files import write_tensors
 from outrider.heads.networks import HeadNetwork, HeadsConfig, HeadTarget, RowHeadsConfig, build_network, read_config
+from outrider.kernels.formats import FORMATS
 from outrider.kernels.library import kernel_library
 from outrider.kernels.linear import packed_for, use_packed_linear
 from outrider.kernels.row_by_row import RowByRow
+from outrider.kernels.weights import quantise_linears, takes_rows
 from outrider.model import hf
 from outrider.model.runner import upcast_logits
 from outrider.model.target import Target
@@ -216,6 +219,7 @@ class RunningHeads:
         self.config = config
         self._target = target
         self._network = network.to(target.device, target.dtype)
+        round_weights(self._network, target, config.method)
         self._rows_dtype = use_kernels(self._network, target)
         # The kernels' products do not depend on other rows; activations do not either in this mode.
         self._mode: AbstractContextManager[object] = nullcontext()
@@ -246,6 +250,16 @@ def open_heads(folder: str, method: str, target: Target) -> RunningHeads:
         raise HeadMismatchError(folder, problem, f"Use method={config.method!r}.", "method", config.method, method)
     check_pairing(folder, config, witness, target)
     return RunningHeads(config, network, target)
+
+
+def round_weights(network: nn.Module, target: Target, folder: str) -> None:
+    """Round the weights of a head to whole numbers of 8 bits, and what enters their products too, where the target's own
+    products are such ones: a draft then reads half as many bytes. Drafts are checked by the law that rounded weights give.
+    UnsupportedModelError where a weight is not finite."""
+    fmt = replace(FORMATS["int8"], rounds_rows=True)
+    linears = [module for module in network.modules() if type(module) is nn.Linear]
+    if target.rounds_rows and kernel_library() is not None and all(takes_rows(fmt, each.in_features) for each in linears):
+        quantise_linears(network, fmt, name=folder)
 
 
 def use_kernels(network: nn.Module, target: Target) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from outrider.cache.memory import AddedLayers, AddedShape
 from outrider.cache.state import KVView
 from outrider.errors import HeadMismatchError
-from outrider.heads.checkpoint import use_kernels, witness_tokens
+from outrider.heads.checkpoint import round_weights, use_kernels, witness_tokens
 from outrider.heads.features import BesideNetwork, FeatureHeadConfig
 from outrider.heads.formats.published import PublishedHead
 from outrider.heads.lone import Look, RotaryFactors, SeenContext, is_model_class, model_class
@@ -69,6 +69,7 @@ class HeadRunner(Generic[NetworkT]):
         """A published head, whose network is taken over. Raises HeadMismatchError where it was made for another target."""
         layers, rotary = paired_layers(head, target), RotaryFactors(head.config.layer, target.device)
         network: Any = head.network.to(target.device, target.dtype)
+        round_weights(network, target, head.folder)
         return cls(network, target, layers, head.config.kept, rotary)
 
     def _pack(self) -> torch.dtype:

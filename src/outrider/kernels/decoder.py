@@ -171,8 +171,8 @@ class DecoderKernel:
     """A decoder's weights, and its forward pass.
 
     Args:
-        embedding: [vocab_size, hidden_size], perhaps packed, or None where the head's packed weights are read instead (tied
-            weights).
+        embedding: [vocab_size, hidden_size], perhaps packed; the head's packed weights where these are tied to it. None for
+            layers that are given rows, and read no tokens.
         positions: [num_positions, hidden_size] learned embeddings of positions, or None.
         final_norm: The norm behind the last layer, or None.
         head: The weights from the hidden state to the logits; None for layers without logits of their own.
@@ -197,7 +197,7 @@ class DecoderKernel:
         self._memory: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)
         self._vectors: list[Tensor] = []  # the structures point into these tensors too, so they must stay alive
         table = embedding if isinstance(embedding, Tensor) else None
-        packed = head if embedding is None else embedding
+        packed = embedding if isinstance(embedding, PackedWeights) else None
         used = [layer.rotary for layer in layers if layer.rotary is not None]
         self._rotary = (RotaryStruct * (1 + max(used, default=0)))()
         self._tables: list[Tensor] = []
@@ -219,14 +219,12 @@ class DecoderKernel:
             logit_cap=shape.logit_cap,
             layers=ctypes.addressof(self._layers),
             embedding=None if table is None else table.data_ptr(),
-            packed_embedding=ctypes.addressof(packed.struct) if isinstance(packed, PackedWeights) else None,
+            packed_embedding=None if packed is None else ctypes.addressof(packed.struct),
             position_table=self._vector(positions),
             head=LinearStruct() if head is None else head.struct,
             final_norm=self._norm(final_norm),
         )
-        readable = (
-            not isinstance(packed, PackedWeights) or not packed.format.quantised or packed.format.code is FormatCode.BLOCKS
-        )
+        readable = packed is None or not packed.format.quantised or packed.format.code is FormatCode.BLOCKS
         assert readable, "weights that were rounded here have no embeddings to read"
         self._scratch = torch.empty(0, dtype=self.real)
         self._decode = library.function("decode", self.real)

@@ -161,7 +161,7 @@ def _kernel(
     matrices.empty()
     if tied:  # the kernels read embeddings from the head
         matrices.tie(embeddings, lm_head)
-    embedding = None if tied else embeddings.weight.data if shared is None else matrices.take(whole(embeddings))
+    own = head if tied else embeddings.weight.data if shared is None else matrices.take(whole(embeddings))
     matrices.empty()
     layers: list[DecoderLayer] = []
     for layer, spec in zip(hf_modules.decoder_layers(model), hf_modules.layer_specs(model.config), strict=True):
@@ -173,7 +173,7 @@ def _kernel(
         library,
         decoder_shape(config, family, embeddings, layers),
         layers,
-        embedding=embedding,
+        embedding=own,
         positions=table,
         final_norm=norm_of(getattr(stack, family.final_norm), family),
         head=head,
