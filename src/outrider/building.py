@@ -20,7 +20,14 @@ from outrider import __version__
 from outrider.config import CacheConfig, ModelConfig, QuantizationName, SchedulerConfig, default_model
 from outrider.engine.drafting.proposers import ProposerSet
 from outrider.engine.engine import Engine
-from outrider.errors import ContradictionError, InputError, InvalidParameterError, ModelError, ProfileMismatchError
+from outrider.errors import (
+    ContradictionError,
+    InputError,
+    InvalidParameterError,
+    ModelError,
+    ProfileMismatchError,
+    UnsupportedModelError,
+)
 from outrider.heads.formats.mtp import carries_mtp, read_mtp_config
 from outrider.kernels.library import kernel_library
 from outrider.loading.configuration import FILE_ROUNDING, has_rounded_weights, read_needs
@@ -37,7 +44,7 @@ from outrider.options import Speculation
 from outrider.params import SamplingParams
 from outrider.prompts import PromptEncoder
 from outrider.propose.compositions import parts_of
-from outrider.propose.defaults import SpeculationDefaults
+from outrider.propose.defaults import SpeculationDefaults, drafter_at
 from outrider.propose.draft_model import DraftModel, draft_models
 from outrider.propose.settings import SpeculationConfig
 
@@ -264,6 +271,7 @@ class EnginePlan:
                 "there is no loaded model whose weights could be taken",
                 "Leave it out, or give a model.",
             )
+        _refuse_drafts(self.model.model)
         check_sources(model=self.model.model)
         return load_model(self.model, tokenizer, kv_tokens=self.cache.kv_cache_tokens)
 
@@ -279,6 +287,14 @@ class EnginePlan:
             logger.warning("%s: the profile is ignored, since it was made for other circumstances: %s", path, misfit)
             return usual
         return replace(self.defaults, config=self.defaults.complete(config))
+
+
+def _refuse_drafts(model: str) -> None:
+    """Raise UnsupportedModelError for a head or an assistant, which is no broken checkpoint of a model."""
+    drafter = drafter_at(model)
+    if not isinstance(drafter, DraftModel):
+        problem = f"it drafts for a target (method {drafter.name}), and writes no text alone"
+        raise UnsupportedModelError(model, problem, "Give its target as the model, and this as draft_model.")
 
 
 def num_prediction_layers(loaded: LoadedModel) -> int:

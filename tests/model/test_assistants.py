@@ -26,7 +26,7 @@ from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
 from outrider.loading import hf_modules
 from outrider.propose import assistant
-from outrider.propose.defaults import _drafter_at as drafter_at
+from outrider.propose.defaults import drafter_at
 from tests.model import checkpoints
 from tests.model.checkpoints import VOCAB_SIZE, WINDOW
 from tests.model.core import DRAFTING, core
@@ -416,7 +416,7 @@ def test_an_assistant_of_the_other_type_is_refused_by_its_field(made: Made, tmp_
 
 
 def test_an_assistant_is_refused_as_a_target(made: Made) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"an assistant of type '{KINDS[made.kind]}'.* as draft_model"):
+    with pytest.raises(UnsupportedModelError, match=r"for a target \(method gemma4_assistant\).* as draft_model"):
         LLM(made.folders["clusters"])
 
 

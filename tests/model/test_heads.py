@@ -14,18 +14,20 @@ from torch import Tensor
 from outrider import LLM, Blockwise, ExitHead, Medusa, Ngram, SamplingParams, SpeculationConfig
 from outrider.engine.drafting import drafting
 from outrider.engine.drafting.planning import as_requested
-from outrider.errors import HeadMismatchError, InvalidParameterError, ModelLoadError
+from outrider.errors import HeadMismatchError, InvalidParameterError, ModelLoadError, UnsupportedModelError
 from outrider.heads import checkpoint
 from outrider.heads.checkpoint import load_heads, save_heads
 from outrider.heads.networks import HeadNetwork
 from outrider.kernels.library import kernel_library
+from outrider.lab.measure.decoding_config import parse_ways
 from outrider.lab.prove.own_model import CacheAudit
-from outrider.lab.prove.tiny_heads import save_random_heads
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle, save_random_heads
 from outrider.model import factory, hf
 from outrider.params import RequestOutput
 from outrider.propose.row_heads import RowHeadsProposer
 from tests.model import checkpoints
 from tests.model.core import DRAFTING, core, in_turn
+from tests.model.gguf_heads import write_block_head
 from tests.model.preempted import found_again
 from tests.model.test_target import Oracle
 
@@ -533,3 +535,25 @@ def test_what_heads_say_of_a_row_does_not_depend_on_other_rows(made: Made, dtype
         for row in range(len(hidden)):
             alone = heads.logits(hidden[row : row + 1].to(target.dtype), heads.config.num_heads)
             assert torch.equal(alone[:, 0], together[:, row]), (name, row)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "dspark", "dspark as a file"])
+def test_a_draft_model_may_be_a_head(made: Made, tmp_path: Path, kind: str) -> None:
+    """Its method is that of the head, in the engine and in what is measured; as a target it is refused by what it is."""
+    folder, method = tmp_path / "head", kind.removesuffix(" as a file")
+    if kind == "medusa":
+        head = save_random_heads(folder, made.path, "medusa")
+    elif kind == "eagle3":
+        head = save_random_eagle(folder, made.path, "speculators", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    else:
+        head = save_random_dflash(folder, made.path, "deepspec")
+    if kind.endswith("file"):
+        head = write_block_head(head, tmp_path / "head.gguf")
+    (_, way) = parse_ways(["draft_model:3"], head)
+    assert way.name == f"{method} k=3"
+    with LLM(made.path, draft_model=head, speculation=method, block_size=4) as llm:
+        assert llm._defaults.config.method == way.config.method
+        plain = llm.generate([PROMPTS[0]], GREEDY, speculation="none")
+        assert texts(llm.generate([PROMPTS[0]], GREEDY)) == texts(plain)
+    with pytest.raises(UnsupportedModelError, match=rf"drafts for a target \(method {method}\).*this as draft_model"):
+        LLM(head)

@@ -69,6 +69,17 @@ def save_heads(folder: str | os.PathLike[str], network: HeadNetwork, witness: Wi
     return path
 
 
+def method_of_heads(folder: str | os.PathLike[str]) -> str | None:
+    """The method of the heads in a folder; None where there are none that could be read."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(Path(folder) / FILE, "pt") as file:
+            return read_config(json.loads((file.metadata() or {})[_METADATA])).method
+    except Exception:  # whatever safetensors raises for a file that is corrupt, of which loading tells
+        return None
+
+
 def load_heads(folder: str | os.PathLike[str]) -> Heads:
     """Read heads from a folder, in the dtype in which they were saved."""
     path = Path(folder) / FILE

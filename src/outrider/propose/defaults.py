@@ -151,15 +151,16 @@ def _with_draft(config: SpeculationConfig, draft_model: str) -> SpeculationConfi
     return config.replace(method=method)
 
 
-def _drafter_at(source: str) -> Method:
-    """The method that drafts with what lies at a path: an assistant of Gemma 4, a published head, or a draft model."""
+def drafter_at(source: str) -> Method:
+    """The method that drafts with what lies at a path: an assistant of Gemma 4, a head, or a draft model."""
     if not Path(source).exists():
         return DraftModel(model=source)
     from outrider.heads.assistant import is_assistant  # which imports torch
+    from outrider.heads.checkpoint import method_of_heads
     from outrider.heads.formats.published import method_at
 
     try:
-        name = "gemma4_assistant" if is_assistant(source) else method_at(source)
+        name = "gemma4_assistant" if is_assistant(source) else method_at(source) or method_of_heads(source)
     except ModelError:
         name = None  # it is told of when it is loaded
     return DraftModel(model=source) if name is None else find(name).model_validate({"model": source})
@@ -175,10 +176,15 @@ def with_draft_model(speculation: Any, draft_model: str | PathLike[str] | None) 
     draft_model, config = fspath(draft_model), SpeculationConfig.of(speculation)
     method = config.method
     if isinstance(method, Auto | Composition) and not method.methods:
-        usual = usual_methods(_drafter_at(draft_model), config.num_draft_tokens)
+        usual = usual_methods(drafter_at(draft_model), config.num_draft_tokens)
         in_order = with_chain(usual) if isinstance(method, Auto) else usual[::-1]  # a lookup comes first
         return config.replace(method=method.replace(methods=in_order))
-    if isinstance(method, DraftModel) and not method.nested:
+    takes_one = method is not None and "model" in type(method).model_fields and not method.nested
+    if (
+        isinstance(method, Method)
+        and takes_one
+        and (isinstance(method, DraftModel) or method.model_dump()["model"] is None)
+    ):
         return config.replace(method=method.replace(model=draft_model))
     whole = _with_draft(config, draft_model)
     if whole != config:

@@ -43,8 +43,9 @@ class FeatureMethod(FolderMethod):
     vocabulary: VocabularySize = None
 
     if_nothing_stands: ClassVar[str] = (
-        "layers or norms are probably read wrongly, or the head was trained for another model; it has no witness of the "
-        "target's hidden states, so that shapes, names and embeddings alone were compared (outrider doctor says more)"
+        "layers or norms are probably read wrongly, or the head has hardly learnt yet, or for another model; it has no "
+        "witness of the target's hidden states, so that shapes, names and embeddings alone were compared (outrider doctor "
+        "says more)"
     )
 
     def added_token_bytes(self, target: LoadedModel) -> int:

@@ -125,7 +125,9 @@ class FolderMethod(Method):
     def folder(self) -> str:
         """The folder; InvalidParameterError where none is named."""
         if self.model is None:
-            remedy = "Give the local folder of heads that were trained for this target."
+            remedy = (
+                "Give draft_model, or in the method's own settings the local folder of what was trained for this target."
+            )
             raise InvalidParameterError("model", None, f"method={self.name!r} needs one", remedy)
         return self.model
 

@@ -59,8 +59,8 @@ def written_as(head: PublishedHead, form: str) -> tuple[Format, dict[str, Any]]:
     method = head.config.method
     found = next((each for each in FORMATS if (each.family, each.method) == (form, method)), None)
     if found is None or found.write is None:
-        others = [each.family for each in FORMATS if each.method == method]
-        remedy = f"Such heads are written in the format of {' or '.join(others)}."
+        others = [each.family for each in FORMATS if each.method == method and each.family in FAMILIES]
+        remedy = f"Such heads are written in the format of {' or '.join(others)}." if others else "Use it as it is."
         raise UnsupportedModelError(head.folder, f"the format of {form} has no heads of {method}", remedy)
     if getattr(head.config, "gemma", None) is not None:
         problem = f"the format of {form} has no layers of Gemma 4"

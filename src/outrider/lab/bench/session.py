@@ -32,6 +32,8 @@ from outrider.lab.prove.running import threads
 from outrider.llm import LLM
 from outrider.loading.configuration import read_context
 from outrider.loading.sources import check_sources, usable_device
+from outrider.propose.defaults import drafter_at
+from outrider.propose.draft_model import DraftModel
 from outrider.propose.row_heads import FolderMethod
 from outrider.results import RequestStats
 from outrider.widen import cache_folder, stretched, wide_target
@@ -58,7 +60,7 @@ class Session:
         self._name = settings.model or ("wide" if settings.wide else "embedded")
         self.plan = CellPlan(settings, self._name, draft_model)
         usable_device(settings.device)
-        if draft_model is not None:
+        if draft_model is not None and isinstance(drafter_at(draft_model), DraftModel):
             read_context(ModelConfig(model=draft_model))
         source = settings.model or default_model("target")  # the wide copy has the same tokenizer and the same context
         context = read_context(ModelConfig(model=source))

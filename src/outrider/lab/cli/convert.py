@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
-from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from outrider.heads.formats.published import PublishedHead
@@ -80,8 +80,11 @@ def convert(
     from outrider.loading.sources import check_is_folder
 
     check_is_folder("model", model)
+    from outrider.heads.assistant import is_assistant
     from outrider.heads.formats.published import is_head
 
+    if is_assistant(model):
+        raise UnsupportedModelError(model, "assistants are not converted", "Use it as it was published.")
     if to is FileFormat.GGUF and not is_head(model):
         if target is not None:
             raise ContradictionError("target", target, "a checkpoint is made for no other model", "Leave it out.")

@@ -98,7 +98,8 @@ def judge_acceptance(method: str, found: Acceptance) -> Finding:
 def _offset_remedy(shift: int) -> str:
     if shift > 0:
         return f"The proposer's first guess is for {shift} further on than the next token. Correct the offset by {shift}."
-    return f"The proposer repeats what is committed already. Correct the offset by {-shift}."
+    said = f"The proposer repeats what is committed already. Correct the offset by {-shift}"
+    return f"{said}; or, if it is a head that has hardly learnt yet, train it for longer."
 
 
 def _against_typical(method: str, said: str, tau: float) -> Finding:
@@ -233,7 +234,8 @@ _CHECK_HEADS = (
 _CHECK_FEATURES = (
     "Layers or norms are probably read wrongly. Check in the head's config.json which layers it was trained with, whether "
     "they count from 0, which flags of norms its training set, and whether it was trained for this very target. Such a "
-    "head has no witness of the target's hidden states, so that shapes, names and embeddings alone were compared."
+    "head has no witness of the target's hidden states, so that shapes, names and embeddings alone were compared. A head "
+    "that has hardly learnt yet guesses as badly; train it for longer."
 )
 _CHECK_MODEL = (
     "Check that the draft model writes sensible text by itself (outrider generate DRAFT), that it was trained on the same "

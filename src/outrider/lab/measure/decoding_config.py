@@ -18,7 +18,7 @@ from outrider.loading.gguf.header import is_gguf
 from outrider.loading.sources import check_sources
 from outrider.propose import settings as registry
 from outrider.propose.compositions import Auto, Composition
-from outrider.propose.defaults import SpeculationDefaults
+from outrider.propose.defaults import SpeculationDefaults, drafter_at
 from outrider.propose.draft_model import DraftModel
 from outrider.propose.row_heads import FolderMethod, HeadMethod
 from outrider.propose.settings import PLAIN, SpeculationConfig
@@ -181,8 +181,10 @@ def _parse(text: str, draft_model: str | None) -> DecodingConfig:
         shown = name if name == Auto.name else f"{name} k={config.num_draft_tokens}"
         return DecodingConfig(shown if model is None else f"{shown} {Path(model).name}", config)
     chosen = model or (draft_model if name == "draft_model" else None)
+    if name == "draft_model" and chosen is not None:
+        given["method"] = drafter_at(chosen).name  # a head or an assistant has a method of its own
     config = SpeculationConfig.of(given if chosen is None else {**given, "model": chosen})
-    if isinstance(config.method, HeadMethod) and model is None:
+    if isinstance(config.method, HeadMethod) and chosen is None:
         raise InvalidParameterError("way", text, "it names no heads", f"Use {name}=FOLDER, where the heads are.")
     shown = "suffix tree" if name == "suffix-tree" else config.name
     shown += "" if model is None else f" {Path(model).name}"

@@ -291,8 +291,9 @@ def candidates(llm: LLM, names: Sequence[str], draft_model: str | None) -> list[
         auto = SpeculationDefaults.of(None, None, None).with_carried(Mtp.name).config
         ways = [replace(way, config=auto) if way.name == Auto.name else way for way in ways]
     like: dict[str, Any] = {"dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}
-    if draft_model is not None and not names and usual_draft_rounding(ModelConfig(model=draft_model, **like)) == "int8":
-        ways += [_with_4_bits(way) for way in ways if way.name in _TRIED_WITH_4_BITS]
+    narrower = [way for way in ways if way.name in _TRIED_WITH_4_BITS and not names]  # none where a head drafts
+    if draft_model is not None and narrower and usual_draft_rounding(ModelConfig(model=draft_model, **like)) == "int8":
+        ways += map(_with_4_bits, narrower)
     return [replace(way, config=llm.resolve(way.config)) for way in ways]
 
 
