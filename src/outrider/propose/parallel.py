@@ -49,7 +49,7 @@ class DSpark(BlockMethod):
 
     Attributes:
         model: Local folder of the head, as DeepSpec (with layers of Qwen3 or Gemma 4) or the speculators package publish
-            it; or a GGUF file.
+            it; or a GGUF file. A draft has as many tokens as its block at most.
         min_confidence: Where the head guesses the chances of places: no token is drafted at a place whose chance, given the
             tokens before it, is smaller; None to end each chain where a further token is not worth its time. Elsewhere as
             for other methods.
