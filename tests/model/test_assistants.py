@@ -364,6 +364,10 @@ def _text(**fields: Any) -> Callable[[dict[str, Any]], Any]:
         (_set(backbone_hidden_size=0), "backbone_hidden_size=0: no size"),
         (_set(num_centroids=7), "num_centroids=7: 61 tokens are not divided so"),
         (_set(centroid_intermediate_top_k="9"), "centroid_intermediate_top_k='9': no size"),
+        (_set(model_type=["gemma4_assistant"]), "model_type=['gemma4_assistant']: it is no assistant"),
+        (_set(use_ordered_embeddings="no"), "use_ordered_embeddings='no': neither true nor false"),
+        (_text(sliding_window=0), "sliding_window=0: no window"),
+        (_text(rms_norm_eps=float("nan")), "rms_norm_eps=nan: no number above 0"),
         (_text(hidden_size_per_layer_input=8), "hidden_size_per_layer_input=8: assistants have no such part"),
     ],
 )
@@ -374,14 +378,18 @@ def test_a_configuration_that_cannot_be_is_refused(
     change(folder, spoil)
     with pytest.raises(ModelLoadError) as caught:
         heads.read_assistant_config(folder)
+    drafter_at(folder)  # whatever the file says, it can be asked what it is
     assert told in caught.value.problem
     assert caught.value.remedy.endswith(".")
 
 
 def test_an_assistant_that_does_not_belong_is_refused(made: Made, tmp_path: Path) -> None:
-    wide, short, twice = (
-        save_assistant(tmp_path / name, made.path, **ASSISTANTS["clusters"]) for name in ("wide", "short", "twice")
+    wide, short, twice, real, broad = (
+        save_assistant(tmp_path / name, made.path, **ASSISTANTS["clusters"])
+        for name in ("wide", "short", "twice", "real", "broad")
     )
+    exchange(real, "masked_embedding.token_ordering", torch.arange(VOCAB_SIZE).float())
+    change(broad, _text(head_dim=2 * json.loads((Path(broad) / "config.json").read_text())["text_config"]["head_dim"]))
     change(wide, _set(backbone_hidden_size=99))
     exchange(short, "post_projection.weight", None)
     file = Path(twice) / "model.safetensors"
@@ -393,6 +401,8 @@ def test_an_assistant_that_does_not_belong_is_refused(made: Made, tmp_path: Path
         (wide, HeadMismatchError, "it was made for a target with hidden_size=99"),
         (short, ModelLoadError, "it has no tensor post_projection.weight"),
         (twice, ModelLoadError, "names a token twice"),
+        (real, ModelLoadError, "masked_embedding.token_ordering in model.safetensors holds torch.float32"),
+        (broad, HeadMismatchError, "its layers of sliding_attention read keys that are"),
     ):
         with pytest.raises(kind) as caught:
             llm.generate([1, 2, 3], GREEDY, speculation=SpeculationConfig(method=Gemma4Assistant(model=folder)))

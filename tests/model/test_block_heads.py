@@ -13,7 +13,7 @@ from outrider import DFlash, Eagle3, Ngram, SpeculationConfig
 from outrider.engine.drafting.planning import as_requested
 from outrider.errors import HeadMismatchError, ModelLoadError
 from outrider.heads import block
-from outrider.heads.formats.published import read_head_config
+from outrider.heads.formats.published import read_head, read_head_config
 from outrider.lab.prove.own_model import CacheAudit
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
 from outrider.propose.parallel import BlockProposer
@@ -229,11 +229,19 @@ def _set(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda mapping: mapping.update(fields)
 
 
+def test_layers_that_no_file_holds_are_not_made(made: Made, tmp_path: Any) -> None:
+    folder = save_random_dflash(tmp_path, made.path)
+    change(folder, _set(num_hidden_layers=1000))
+    with pytest.raises(ModelLoadError, match=r"num_hidden_layers=1000: it holds \d+ tensors in all"):
+        read_head(folder)
+
+
 @pytest.mark.parametrize(
     ("layout", "spoil", "told"),
     [
         ("z-lab", _nested(block_size=None), "block_size=None: no size of a block"),
         ("z-lab", _nested(block_size=1), "block_size=1: no size of a block"),
+        ("z-lab", _nested(block_size=10**9), "block_size=1000000000: no size of a block"),
         ("z-lab", _set(block_size=4), "block_size=4: dflash_config says 6"),
         ("z-lab", _nested(mask_token_id=None), "mask_token_id=None: no token of the 61"),
         ("z-lab", _nested(mask_token_id=61), "mask_token_id=61: no token of the 61"),

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 
 from outrider.errors import HeadMismatchError, ModelLoadError
 from outrider.heads.checkpoint import use_kernels
-from outrider.heads.formats.folder import CONFIG, HeadTensor, read_config, read_tensors, refused
+from outrider.heads.formats.folder import (
+    CONFIG,
+    SLIDING,
+    HeadTensor,
+    check_num_layers,
+    check_positive,
+    read_config,
+    read_flag,
+    read_tensors,
+    refused,
+)
 from outrider.heads.formats.gguf import is_gguf_assistant, read_gguf_assistant, read_gguf_assistant_tensors
 from outrider.heads.lone import SeenContext, attend_alone, layer_config
 from outrider.loading import hf_modules
@@ -49,14 +59,14 @@ def is_assistant(folder: str) -> bool:
     """Tells if a folder or a GGUF file holds an assistant."""
     if is_gguf(folder):
         return is_gguf_assistant(folder)
-    return (Path(folder) / CONFIG).is_file() and read_config(folder).get("model_type") in ASSISTANTS
+    return (Path(folder) / CONFIG).is_file() and read_config(folder).get("model_type") in list(ASSISTANTS)
 
 
 def read_assistant_config(folder: str) -> AssistantConfig:
     """The description in a folder or a GGUF file."""
     mapping = read_gguf_assistant(folder) if is_gguf(folder) else read_config(folder)
     kind = mapping.get("model_type")
-    if kind not in ASSISTANTS:
+    if kind not in list(ASSISTANTS):  # it may be anything that JSON holds
         problem, remedy = "it is no assistant of Gemma 4", f"Use a folder whose model_type is {' or '.join(ASSISTANTS)}."
         raise refused(folder, "model_type", kind, problem, remedy)
     inner = mapping.get("text_config")
@@ -65,7 +75,7 @@ def read_assistant_config(folder: str) -> AssistantConfig:
     layers = _layers(folder, ASSISTANTS[kind], dict(inner))
     sizes = {"backbone_hidden_size": mapping.get("backbone_hidden_size"), "vocab_size": layers.vocab_size}
     clusters = (0, 0)
-    if mapping.get("use_ordered_embeddings"):
+    if read_flag(folder, mapping, "use_ordered_embeddings"):
         clusters = mapping.get("num_centroids", 2048), mapping.get("centroid_intermediate_top_k", 32)
         sizes |= {"num_centroids": clusters[0], "centroid_intermediate_top_k": clusters[1]}
     for name, size in sizes.items():
@@ -85,6 +95,9 @@ def _layers(folder: str, kind: str, fields: dict[str, Any]) -> Any:
     for name in ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp"):
         if getattr(layers, name, None):
             raise refused(folder, name, getattr(layers, name), "assistants have no such part", _OTHER)
+    if SLIDING in layers.layer_types and not layers.sliding_window >= 1:
+        raise refused(folder, "sliding_window", layers.sliding_window, "no window", "Use a whole number from 1 on.")
+    check_positive(folder, {"rms_norm_eps": layers.rms_norm_eps})
     return layers
 
 
@@ -266,8 +279,10 @@ def open_assistant(folder: str, target: Target) -> Assistant:
     """The assistant in a folder or a GGUF file beside its target; HeadMismatchError where it was made for another one."""
     config = read_assistant_config(folder)
     check_target(config, target.name, target.config, target.vocab_size)
+    tensors = read_gguf_assistant_tensors(folder) if is_gguf(folder) else read_tensors(folder)
+    check_num_layers(folder, config.layers, tensors)
     network = AssistantNetwork(config)
-    _load(config, network, read_gguf_assistant_tensors(folder) if is_gguf(folder) else read_tensors(folder))
+    _load(config, network, tensors)
     return Assistant(config, network.eval().requires_grad_(False).to(target.device, target.dtype), target)
 
 
@@ -285,9 +300,20 @@ def check_target(config: AssistantConfig, name: str, decoder: Any, vocab_size: i
     if not kind.startswith("gemma4"):
         problem = f"it reads keys and values of a Gemma 4, and {name!r} is a {kind}"
         raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, kind)
+    widths, theirs = _key_widths(config.layers), _key_widths(decoder)
+    for layer_type in widths.keys() & theirs.keys():
+        value, found = widths[layer_type], theirs[layer_type]
+        if value != found:
+            problem = f"its layers of {layer_type} read keys that are {value} wide, and those of {name!r} are {found} wide"
+            raise HeadMismatchError(config.folder, problem, _OTHER, "head_dim", value, found)
     if own != kind and not is_gguf(config.folder) and not is_gguf(name):
         problem = f"it was made for a target of {own}, and {name!r} is a {kind}"
         raise HeadMismatchError(config.folder, problem, _OTHER, "model_type", own, kind)
+
+
+def _key_widths(layers: Any) -> dict[str, int]:
+    """Numbers that a head of keys has, by type of layer."""
+    return {kind: heads.width for kind, heads in zip(layers.layer_types, hf_modules.key_heads(layers), strict=True)}
 
 
 def _load(config: AssistantConfig, network: AssistantNetwork, tensors: Mapping[str, HeadTensor]) -> None:
@@ -300,12 +326,16 @@ def _load(config: AssistantConfig, network: AssistantNetwork, tensors: Mapping[s
     for name, weight in wanted.items():
         if name not in found:
             raise ModelLoadError(config.folder, f"it has no tensor {name}", _DOWNLOAD)
+        if found[name].tensor.is_floating_point() != weight.is_floating_point():
+            problem = f"{name} in {found[name].file} holds {found[name].tensor.dtype}, which is of another kind"
+            raise ModelLoadError(config.folder, problem, _DOWNLOAD)
         if found[name].tensor.shape != weight.shape:
             shapes = f"{list(found[name].tensor.shape)}, and {CONFIG} asks for {list(weight.shape)}"
             raise ModelLoadError(config.folder, f"{name} in {found[name].file} has shape {shapes}", _DOWNLOAD)
     for name in found.keys() - wanted.keys():
         raise ModelLoadError(config.folder, f"{name} in {found[name].file} belongs to no part of an assistant", _OTHER)
-    network.load_state_dict({name: each.tensor for name, each in found.items()}, assign=True)
+    whole = {name: each.tensor if each.tensor.is_floating_point() else each.tensor.long() for name, each in found.items()}
+    network.load_state_dict(whole, assign=True)
     ordering = network.masked_embedding
     if ordering is not None and sorted(ordering.token_ordering.tolist()) != list(range(config.vocab_size)):
         problem = "masked_embedding.token_ordering names a token twice or none at all"

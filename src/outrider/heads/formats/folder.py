@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ def read_tensors(folder: str, wanted: Collection[str] | None = None) -> dict[str
     for name, file, keys in _opened(folder):
         found |= {key: HeadTensor(file.get_tensor(key), name) for key in keys if wanted is None or key in wanted}
     for key, (tensor, name) in found.items():
+        if tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize < 2):
+            raise ModelLoadError(folder, f"{key} in {name} holds {tensor.dtype}", "Write it in bfloat16 or float32.")
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise ModelLoadError(folder, f"{key} in {name} holds NaN or infinity", _DOWNLOAD)
     return found
@@ -104,6 +107,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 _ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _OTHER = "Use another head."
+#: No model has such a size.
+_TOO_LARGE = 2**24
 #: The layers of the target that heads of EAGLE-3 read.
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
@@ -160,8 +165,9 @@ def read_layers(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
     layer = described(folder, mapping, kind)
     for name in _SIZES:
         size = getattr(layer, name, None)
-        if type(size) is not int or size < 1:
-            raise refused(folder, name, size, "no size", "Use a whole number from 1 on.")
+        if type(size) is not int or not 1 <= size < _TOO_LARGE:
+            raise refused(folder, name, size, "no size", f"Use a whole number from 1 to {_TOO_LARGE - 1}.")
+    check_positive(folder, {"rms_norm_eps": layer.rms_norm_eps} | _theta(layer))
     if layer.num_attention_heads % layer.num_key_value_heads or layer.head_dim % 2:
         shape = [layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim]
         problem = "heads, key-value heads and width of a head do not go together"
@@ -173,6 +179,25 @@ def read_layers(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:
     if not knows_activation(layer.hidden_act):
         raise refused(folder, "hidden_act", layer.hidden_act, "no such activation", _OTHER)
     return layer
+
+
+def _theta(layer: Any) -> dict[str, Any]:
+    rotary = layer.rope_parameters
+    return {"rope_theta": rotary["rope_theta"]} if isinstance(rotary, Mapping) and "rope_theta" in rotary else {}
+
+
+def check_positive(folder: str, numbers: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for a field that is no number above 0: what is computed with it would be none either."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise refused(folder, name, number, "no number above 0", "Write the one that it was trained with.")
+
+
+def check_num_layers(folder: str, layers: Any, tensors: Collection[str]) -> None:
+    """Raise ModelLoadError where a folder cannot hold so many layers, before they are made."""
+    count = layers.num_hidden_layers
+    if count > len(tensors):
+        raise refused(folder, "num_hidden_layers", count, f"it holds {len(tensors)} tensors in all", _DOWNLOAD)
 
 
 def described(folder: str, mapping: Mapping[str, Any], kind: str) -> Any:

@@ -12,7 +12,16 @@ from torch import Tensor
 from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.heads.features import FeatureHeadConfig, PublishedNetwork
 from outrider.heads.formats.deepspec import DEEPSPEC
-from outrider.heads.formats.folder import CONFIG, Format, HeadTensor, list_tensors, read_config, refused, renamed
+from outrider.heads.formats.folder import (
+    CONFIG,
+    Format,
+    HeadTensor,
+    check_num_layers,
+    list_tensors,
+    read_config,
+    refused,
+    renamed,
+)
 from outrider.heads.formats.gguf import ARCHITECTURE, GGUF_DFLASH, GGUF_EAGLE3, ORIGINAL
 from outrider.heads.formats.safeailab import SAFEAILAB_EAGLE1, SAFEAILAB_EAGLE3
 from outrider.heads.formats.speculators import (
@@ -81,6 +90,7 @@ def read_head(folder: str) -> PublishedHead:
         raise ModelLoadError(folder, f"{' and '.join(used)} name one part of it twice", _OTHER)
     back = {names[start]: start for start in sorted(names, key=used.__contains__)}  # those that the file uses come last
     tokens = _tokens(folder, config, tensors.pop("d2t", None), tensors.pop("t2d", None))
+    check_num_layers(folder, config.layer, tensors)
     with torch.device("meta"):
         network = form.network.of(config, tensors.keys())
     _check_shapes(folder, {name: list(w.shape) for name, w in network.state_dict().items()}, tensors, back)
@@ -129,6 +139,8 @@ def _check_shapes(
         if name not in wanted:
             problem = f"{renamed(name, back)} in {file} belongs to no part of such a head"
             raise ModelLoadError(folder, problem, _OTHER)
+        if not tensor.is_floating_point():
+            raise ModelLoadError(folder, f"{renamed(name, back)} in {file} holds {tensor.dtype}, and no weights", _OTHER)
         if list(tensor.shape) != wanted[name]:
             problem = (
                 f"{renamed(name, back)} in {file} has shape {list(tensor.shape)}, and {CONFIG} asks for {wanted[name]}"

@@ -128,9 +128,13 @@ def read_reaches(folder: str, layers: Any, *, causal: bool, causal_in_windows: b
     return tuple(found)
 
 
+#: Published heads have up to 32 rows, and a block is computed whole.
+_LONGEST_BLOCK = 1024
+
+
 def read_block_size(folder: str, size: Any) -> int:
     """Rows of a block."""
-    if type(size) is not int or size < 2:
+    if type(size) is not int or not 2 <= size <= _LONGEST_BLOCK:
         raise refused(folder, "block_size", size, "no size of a block", "Write the whole number that it was trained with.")
     return size
 

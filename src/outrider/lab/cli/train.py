@@ -206,6 +206,7 @@ def _heads_command(method: str, says: str, loss: str = "forward_kl", **own: tupl
         from outrider.lab.train.run import head_learning, train_heads
 
         usual = given["heads"] if "heads" in given else max(1, given.get("block_size", 0) - (method == "dflash"))
+        usual = min(usual, 32)  # more are not measured
         job = training.job(given.pop("num_draft_tokens", usual))
         asked = {name: _numbers(name, value) if name == "layers" else value for name, value in given.items()}
         heads = head_learning(method, {"loss": training.loss, **asked})
