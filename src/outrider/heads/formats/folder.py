@@ -78,7 +78,7 @@ def _opened(folder: str) -> Iterator[tuple[str, Any, list[str]]]:
         try:
             with safe_open(Path(folder) / name, "pt") as file:
                 yield name, file, list(file.keys())
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # PyTorch maps the file, where the system lets it
             raise ModelLoadError(folder, f"{name} cannot be read ({error})", _DOWNLOAD) from error
 
 
