@@ -115,8 +115,8 @@ HEADS_SETTINGS = (
     *in_ways("DSpark", _WHOLE, "block | token | seeded | tree, traversal | best-first tree"),
     *in_ways("DSpark, lengths by their worth", DSPARK | {"num_draft_tokens": 3}, "block | token | seeded"),
     Setting("the engine chooses, DSpark", made_of("auto", DSPARK), _LONGER),
-    Setting("DSpark, three tokens, by their chances", DSPARK | {"num_draft_tokens": 3, "min_confidence": 0.2}),
-    Setting("DSpark, seeded, by their chances", DSPARK | {"min_confidence": 0.2}, {"seed": 6}),
+    Setting("DSpark, three tokens, by their chances", DSPARK | {"num_draft_tokens": 3, "min_confidence": 0.1}),
+    Setting("DSpark, seeded, by their chances", DSPARK | {"min_confidence": 0.1}, {"seed": 6}),
     Setting("DSpark, tree, by their chances", DSPARK | {"tree": (2, 1), "rule": "token", "min_confidence": 0.2}),
     Setting("DSpark behind a lookup", _WHOLE, turns=behind(one(LOOKUP), _WHOLE)),
     *in_ways(
