@@ -271,9 +271,15 @@ class EnginePlan:
                 "there is no loaded model whose weights could be taken",
                 "Leave it out, or give a model.",
             )
-        _refuse_drafts(self.model.model)
-        check_sources(model=self.model.model)
-        return load_model(self.model, tokenizer, kv_tokens=self.cache.kv_cache_tokens)
+        name = self.model.model
+        if not is_gguf(name):
+            _refuse_drafts(name)
+        check_sources(model=name)
+        try:
+            return load_model(self.model, tokenizer, kv_tokens=self.cache.kv_cache_tokens)
+        except UnsupportedModelError:
+            _refuse_drafts(name)  # the header of a file is long, and is not read twice where it is that of a model
+            raise
 
     def _defaults_for(self, runner: ModelRunner, usual: SpeculationDefaults) -> SpeculationDefaults:
         """Returns what the profile recommends, where there is one and it holds for this model and this machine."""

@@ -179,12 +179,8 @@ def with_draft_model(speculation: Any, draft_model: str | PathLike[str] | None) 
         usual = usual_methods(drafter_at(draft_model), config.num_draft_tokens)
         in_order = with_chain(usual) if isinstance(method, Auto) else usual[::-1]  # a lookup comes first
         return config.replace(method=method.replace(methods=in_order))
-    takes_one = method is not None and "model" in type(method).model_fields and not method.nested
-    if (
-        isinstance(method, Method)
-        and takes_one
-        and (isinstance(method, DraftModel) or method.model_dump()["model"] is None)
-    ):
+    takes_one = isinstance(method, DraftModel) or getattr(method, "model", draft_model) is None  # and names none yet
+    if method is not None and takes_one and not method.nested:
         return config.replace(method=method.replace(model=draft_model))
     whole = _with_draft(config, draft_model)
     if whole != config:
