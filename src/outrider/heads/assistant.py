@@ -327,7 +327,8 @@ def _load(config: AssistantConfig, network: AssistantNetwork, tensors: Mapping[s
         if name not in found:
             raise ModelLoadError(config.folder, f"it has no tensor {name}", _DOWNLOAD)
         if found[name].tensor.is_floating_point() != weight.is_floating_point():
-            problem = f"{name} in {found[name].file} holds {found[name].tensor.dtype}, which is of another kind"
+            needed = "real" if weight.is_floating_point() else "whole"
+            problem = f"{name} in {found[name].file} holds {found[name].tensor.dtype}, and {needed} numbers are needed"
             raise ModelLoadError(config.folder, problem, _DOWNLOAD)
         if found[name].tensor.shape != weight.shape:
             shapes = f"{list(found[name].tensor.shape)}, and {CONFIG} asks for {list(weight.shape)}"
