@@ -27,6 +27,7 @@ from outrider.lab.measure.writing import EncodedTask, Run, write
 from outrider.lab.peers.base import Peer, PeerMode, PeerModels, PeerRun
 from outrider.lab.peers.known import PEERS
 from outrider.lab.prove.tiny import save_tiny_llama
+from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
 from outrider.llm import LLM
 from outrider.loading.configuration import read_context
 from outrider.model import memory
@@ -303,9 +304,11 @@ class _Rival(Peer):
 
     name = "rival"
     asked: ClassVar[list[tuple[str, int]]] = []
+    given: ClassVar[list[tuple[str | None, str | None]]] = []
 
     def __init__(self, models: PeerModels) -> None:
-        self.version = "7"
+        self.version, self.models = "7", models
+        self.given.append((models.draft, models.head))
 
     def __exit__(self, *exception: object) -> None:
         self.asked.append(("closed", 0))
@@ -335,6 +338,17 @@ class _Rival(Peer):
         return PeerRun(
             texts, max_tokens / 1000, first, (max_tokens - 1) * len(prompts), (max_tokens - 1) / 1000, 4, accepted
         )
+
+
+def test_peers_are_told_what_a_draft_is(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of EAGLE-3 is no draft model, and a head of another kind is nothing that they read."""
+    monkeypatch.setitem(PEERS, "rival", _Rival)
+    deep = save_tiny_llama(tmp_path / "deep", 5, num_layers=4, speaks=True)
+    head = save_random_eagle(tmp_path / "head", deep, "safeailab", eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    usual: dict[str, Any] = {"ways": ("plain",), "peers": ("rival",), "batches": (1,), "out": None, "full": False}
+    for draft in (tiny, head, save_random_dflash(tmp_path / "block", deep)):
+        Session(settings(deep, tmp_path, draft_model=draft, **usual)).run()
+    assert _Rival.given[-3:] == [(tiny, None), (None, head), (None, None)]
 
 
 def test_peers_take_turns_and_who_cannot_is_named(tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

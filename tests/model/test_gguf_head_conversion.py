@@ -15,8 +15,11 @@ from outrider.cli.app import app
 from outrider.config import default_model
 from outrider.errors import ContradictionError, InvalidParameterError, StorageError, UnsupportedModelError
 from outrider.heads.formats.published import is_head, read_head
-from outrider.lab.convert.gguf import write_gguf_head
+from outrider.lab.convert.gguf import write_gguf, write_gguf_head
 from outrider.lab.convert.gguf_vocabulary import placeholders
+from outrider.lab.peers.base import PeerModels
+from outrider.lab.peers.known import open_peer
+from outrider.lab.prove.tiny import PIECES, save_tiny_llama
 from outrider.lab.prove.tiny_heads import save_random_dflash, save_random_eagle
 from outrider.loading.gguf.header import read_gguf
 from tests.model import checkpoints
@@ -165,3 +168,42 @@ def test_the_command_tells_heads_from_checkpoints(target: str, tmp_path: Path, m
     with pytest.raises(StorageError, match=r"new\.gguf.*No space left"):
         run(head, "--to", "gguf", "--out", tmp_path / "new.gguf", "--placeholders")
     assert not list(tmp_path.glob("new.gguf*"))
+
+
+@pytest.mark.slow  # with the extra `peers`
+def test_llama_cpp_accepts_the_same_drafts(tmp_path: Path) -> None:
+    """Where it writes the same text: near ties of the target fall on another side now and then."""
+    pytest.importorskip("xllamacpp")
+    target = save_tiny_llama(tmp_path / "target", 1, vocab_size=16, num_layers=4)
+    head = save_random_eagle(tmp_path / "head", target, "safeailab", **IDS)
+    prompts = [[(5 * i * i + k * i + k) % 16 for i in range(6 + k)] for k in range(6)]
+    with open_peer("llama.cpp", PeerModels(target, None, "float32", 1, tmp_path / "kept", head)) as peer:
+        mode = next(mode for mode in peer.modes(full=False) if mode.name == "eagle3 k=3")
+        theirs = [peer.generate(mode, [prompt], max_tokens=48, temperature=0.0, seed=None) for prompt in prompts]
+    with LLM(target, speculation=SpeculationConfig(method=Eagle3(model=head), num_draft_tokens=3)) as llm:
+        ours = [llm.generate([prompt], SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)) for prompt in prompts]
+    pairs = [(one, run) for (one,), run in zip(ours, theirs, strict=True) if tuple(one.token_ids) == run.texts[0]]
+    assert len(pairs) >= 4
+    assert sum(one.stats.num_accepted_tokens for one, _ in pairs) > 8
+    for one, run in pairs:
+        assert one.stats.num_draft_tokens == run.num_draft_tokens
+        assert one.stats.num_accepted_tokens == run.num_accepted_tokens
+
+
+def test_a_head_for_a_file_takes_its_vocabulary(target: str, tmp_path: Path) -> None:
+    """With all that the file says of it, as it stands there."""
+    speaks = save_tiny_llama(tmp_path / "speaks", 1, num_layers=8, speaks=True, vocab_size=len(PIECES))
+    file = write_gguf(speaks, tmp_path / "target.gguf", "float32", placeholders(eos_token_id=1))
+    head = save_random_eagle(tmp_path / "head", speaks, "safeailab")  # its layers go by the target, too
+    write_gguf_head(head, tmp_path / "head.gguf", file)
+    theirs, ours = (
+        {key: value for key, value in read_gguf(path).metadata.items() if key.startswith("tokenizer.")}
+        for path in (file, str(tmp_path / "head.gguf"))
+    )
+    assert theirs
+    assert ours == theirs
+    assert read_head(str(tmp_path / "head.gguf")).config.aux_layers == (2, 4, 5)
+    other = write_gguf(target, tmp_path / "other.gguf", "float32", placeholders())
+    with pytest.raises(InvalidParameterError, match=r"target.*its vocabulary has \d+ tokens, and \d+ are needed"):
+        write_gguf_head(head, tmp_path / "second.gguf", other)
+    assert not (tmp_path / "second.gguf").exists()

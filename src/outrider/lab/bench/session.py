@@ -34,6 +34,7 @@ from outrider.loading.configuration import read_context
 from outrider.loading.sources import check_sources, usable_device
 from outrider.propose.defaults import drafter_at
 from outrider.propose.draft_model import DraftModel
+from outrider.propose.eagle import Eagle3
 from outrider.propose.row_heads import FolderMethod
 from outrider.results import RequestStats
 from outrider.widen import cache_folder, stretched, wide_target
@@ -55,12 +56,12 @@ class Session:
         embedded = settings.model is None
         draft_model = settings.draft_model or (default_model("draft") if embedded else None)
         self._settings = settings
-        self._draft_model = draft_model
         self._progress = progress or Progress()
         self._name = settings.model or ("wide" if settings.wide else "embedded")
         self.plan = CellPlan(settings, self._name, draft_model)
         usable_device(settings.device)
-        if draft_model is not None and isinstance(drafter_at(draft_model), DraftModel):
+        self._drafter = None if draft_model is None else drafter_at(draft_model)
+        if draft_model is not None and isinstance(self._drafter, DraftModel):
             read_context(ModelConfig(model=draft_model))
         source = settings.model or default_model("target")  # the wide copy has the same tokenizer and the same context
         context = read_context(ModelConfig(model=source))
@@ -117,7 +118,10 @@ class Session:
         self._note_rounding(llm, actual, results)
         stored = rounding(actual) or computed
         kind = stored[: len("int8")] if rounding(actual) else stored  # peers have one way to store weights of 8 or 4 bits
-        models = PeerModels(target, self._draft_model, kind, torch.get_num_threads(), cache_folder() / "peers")
+        draft, head = (
+            self._drafter.model if isinstance(self._drafter, drafts) else None for drafts in (DraftModel, Eagle3)
+        )
+        models = PeerModels(target, draft, kind, torch.get_num_threads(), cache_folder() / "peers", head)
         with ExitStack() as stack:
             peers = self._open_peers(models, stack, results)
             model = self._model_result(llm, f"{self._name}, {actual}", results)

@@ -26,7 +26,7 @@ from outrider.lab.convert.gguf_family import AS_IT_IS, FileFamily, FileTensor, P
 from outrider.lab.convert.gguf_vocabulary import WriteVocabulary, own_vocabulary, placeholders
 from outrider.loading.exclusive import attempt, exclusive_transformers
 from outrider.loading.gguf.architecture import read_config
-from outrider.loading.gguf.header import GgufFile, GgufTensor
+from outrider.loading.gguf.header import GgufFile, GgufTensor, is_gguf, read_gguf
 from outrider.loading.gguf.rotary import FREQUENCY_FACTORS, LONG_FACTORS, SHORT_FACTORS
 
 #: The types in which weights may be stored, with their names in the gguf package.
@@ -364,6 +364,8 @@ def _num_layers(target: str) -> int:
     """Layers of a model."""
     from transformers import AutoConfig
 
+    if is_gguf(target):
+        return int(read_config(read_gguf(target)).num_hidden_layers)
     load = AutoConfig.from_pretrained
     config = attempt(target, "its configuration cannot be read", load, target, local_files_only=True)
     return int(config.get_text_config(decoder=True).num_hidden_layers)

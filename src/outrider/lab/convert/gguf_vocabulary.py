@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.config import ModelConfig
-from outrider.errors import UnsupportedModelError
+from outrider.errors import InvalidParameterError, UnsupportedModelError
 from outrider.loading.exclusive import attempt
+from outrider.loading.gguf.header import is_gguf, parts_of
 from outrider.loading.gguf.splitting import DIGIT, ENDING, GPT_2, SPLITTINGS, Splitting, kinds_of_splitting
 from outrider.loading.gguf.tokenizer import SPACE
 from outrider.loading.tokenizers import checkpoint_tokenizer
@@ -176,9 +177,11 @@ def _write_special(writer: Any, tokenizer: Any, ends: list[int]) -> None:
 
 
 def own_vocabulary(checkpoint: str) -> WriteVocabulary:
-    """The vocabulary of a checkpoint, with the tokens that end its texts."""
+    """The vocabulary of a checkpoint or of a GGUF file, with the tokens that end its texts."""
     from transformers import AutoConfig, GenerationConfig
 
+    if is_gguf(checkpoint):
+        return _vocabulary_in_file(checkpoint)
     source = {"local_files_only": True}
     tokenizer = checkpoint_tokenizer(ModelConfig(model=checkpoint), source)
     if tokenizer is None or not hasattr(tokenizer, "backend_tokenizer"):
@@ -195,3 +198,22 @@ def own_vocabulary(checkpoint: str) -> WriteVocabulary:
         problem = f"{len(ends)} tokens end its texts, and a file names {len(_ENDS)} at most"
         raise UnsupportedModelError(checkpoint, problem, _REMEDY)
     return vocabulary_of(checkpoint, tokenizer, ends)
+
+
+def _vocabulary_in_file(file: str) -> WriteVocabulary:
+    """All that a file says of its vocabulary, with its own types."""
+    from gguf import GGUFReader, GGUFValueType
+
+    said = {name: field for name, field in GGUFReader(parts_of(file)[0]).fields.items() if name.startswith("tokenizer.")}
+
+    def write(writer: Any, size: int) -> None:
+        tokens = said.get("tokenizer.ggml.tokens")
+        found = 0 if tokens is None else len(tokens.data)
+        if found != size:
+            problem = f"its vocabulary has {found:,} tokens, and {size:,} are needed"
+            raise InvalidParameterError("target", file, problem, "Name the model that the head was made for.")
+        for name, field in said.items():
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[1] if kind is GGUFValueType.ARRAY else None)
+
+    return write

@@ -42,7 +42,7 @@ class PeerMode:
     """One setting of a peer."""
 
     name: str  # the name in reports, such as "plain" or "draft_model k=3"
-    kind: str  # "plain", "draft_model", "ngram" or "mtp"
+    kind: str  # "plain", "draft_model", "ngram", "mtp" or "eagle3"
     num_draft_tokens: int = 0  # the most draft tokens in a step. 0 where the mode does not speculate.
 
 
@@ -73,6 +73,7 @@ class PeerModels:
     dtype: str
     num_threads: int  # the number of threads that compute
     folder: Path  # where converted files are kept from one run to the next
+    head: str | None = None  # folder or GGUF file of a head of EAGLE-3 for the target. None where there is none.
 
 
 @dataclass(frozen=True)

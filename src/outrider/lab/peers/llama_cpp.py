@@ -18,7 +18,17 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from outrider.errors import EngineAnswerError, MissingExtraError
-from outrider.lab.peers.base import GGUF_NAMES, OtherEngine, Peer, PeerMode, PeerModels, PeerRequest, PeerRun, gguf_file
+from outrider.lab.peers.base import (
+    GGUF_NAMES,
+    OtherEngine,
+    Peer,
+    PeerMode,
+    PeerModels,
+    PeerRequest,
+    PeerRun,
+    converted_path,
+    gguf_file,
+)
 
 if TYPE_CHECKING:
     from outrider.lab.peers.server import CompletionsClient
@@ -27,8 +37,8 @@ if TYPE_CHECKING:
 #: The length of the n-gram that must occur again. `ngram-simple` never tries a shorter one.
 _NGRAM_SIZE = 2
 _CONTEXT = 4096
-#: Draft tokens of prediction layers in a step.
-_MTP_LENGTHS = (1, 2, 3)
+#: Draft tokens of prediction layers or of a head in a step.
+_LENGTHS = (1, 2, 3)
 #: Fields of every request: no filters of the probabilities, and nothing reused from the text before.
 _REQUEST = {"cache_prompt": False, "ignore_eos": True, "return_tokens": True, "top_p": 1.0, "min_p": 0.0}
 
@@ -77,11 +87,15 @@ class LlamaCppEngine:
 
     def _params(self, mode: PeerMode) -> Any:
         models, k = self._models, mode.num_draft_tokens
-        drafts = mode.kind == "draft_model" and models.draft is not None
-        draft = gguf_file(models.folder, str(models.draft), models.dtype) if drafts else None
+        draft = None
+        if mode.kind == "draft_model" and models.draft is not None:
+            draft = gguf_file(models.folder, models.draft, models.dtype)
+        elif mode.kind == "eagle3" and models.head is not None:
+            draft = _head_file(models.folder, models.head, models.target)
         ways = {
             "draft_model": Speculation("", "DRAFT_SIMPLE", {"n_max": k, "p_min": 0.0}),
             "mtp": Speculation("", "DRAFT_MTP", {"n_max": k, "p_min": 0.0}),
+            "eagle3": Speculation("", "DRAFT_EAGLE3", {"n_max": k, "p_min": 0.0}),
             "ngram": Speculation("", "NGRAM_SIMPLE", ngram={"size_n": _NGRAM_SIZE, "size_m": k, "min_hits": 1}),
         }
         params = _server_params(
@@ -98,7 +112,8 @@ class LlamaCppEngine:
 
 
 class LlamaCppPeer(Peer):
-    """llama.cpp, with drafts of its draft model, of the prediction layers of its file, or of its simple n-gram search."""
+    """llama.cpp, with drafts of a draft model, of a head, of the prediction layers of its file, or of its simple n-gram
+    search."""
 
     name = "llama.cpp"
     package = "xllamacpp"
@@ -114,8 +129,9 @@ class LlamaCppPeer(Peer):
         return f"weights {weights}, KV {_kv_type(self.models.dtype)}"
 
     def modes(self, *, full: bool, batch: int = 1) -> Sequence[PeerMode]:
-        carried = [PeerMode(f"mtp k={k}", "mtp", k) for k in _MTP_LENGTHS if _predicts(self.models.target)]
-        return [*super().modes(full=full, batch=batch), *carried]
+        more = {"mtp": _predicts(self.models.target), "eagle3": self.models.head is not None}
+        modes = [PeerMode(f"{kind} k={k}", kind, k) for kind, is_there in more.items() if is_there for k in _LENGTHS]
+        return [*super().modes(full=full, batch=batch), *modes]
 
     @staticmethod
     def proving(folder: Path) -> AbstractContextManager[OtherEngine]:
@@ -131,6 +147,19 @@ def _predicts(target: str) -> bool:
 
     metadata = read_gguf(target).metadata
     return bool(metadata.get(f"{metadata.get('general.architecture')}.{PREDICTED}"))
+
+
+def _head_file(folder: Path, head: str, target: str) -> str:
+    """A head as a GGUF file with the vocabulary of the target's file. It is written if it is missing."""
+    if head.lower().endswith(".gguf"):
+        return head
+    from outrider.lab.convert.gguf import write_gguf_head
+    from outrider.lab.convert.gguf_vocabulary import placeholders
+
+    path = converted_path(folder, head, "head.gguf")
+    if not path.exists():
+        write_gguf_head(head, path, target, None if target.lower().endswith(".gguf") else placeholders())
+    return str(path)
 
 
 def _kv_type(dtype: str) -> str:
