@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,6 +97,13 @@ def test_a_head_learns_what_comes_and_the_engine_accepts_it(job: Job, kind: Any)
     assert (job.out / "README.md").read_text().startswith(f"# {kind.method.capitalize()} head for")
     with LLM(job.target, dtype="float32", speculation={"method": kind.method, "model": str(job.out)}) as llm:
         assert llm.generate([[1, 2]], SamplingParams(seed=1, max_tokens=60))[0].stats.mean_acceptance_length > 1.9
+
+
+def test_a_training_in_bf16_says_nothing_of_how_norms_are_computed(job: Job) -> None:
+    settings = TrainSettings(steps=1, batch_size=4, precision="bf16", evaluate_every=1, engine_prompts=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        train_heads(replace(job, settings=settings), HEAD)
 
 
 def test_a_confidence_head_says_how_often_places_stand(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -156,7 +157,7 @@ class Trainer:
         """Add the gradient of a batch; with the last of a step the weights move."""
         accelerator = self._accelerator
         with accelerator.accumulate(self._module):
-            with accelerator.autocast():
+            with self._mixed():
                 loss = self._trainee.loss(self._module, batch)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -166,13 +167,20 @@ class Trainer:
                 optimiser.zero_grad()
         return float(loss.detach())
 
+    @contextmanager
+    def _mixed(self) -> Iterator[None]:
+        """Compute in the precision of the settings. Norms keep weights of float32, and torch would tell users of that."""
+        with self._accelerator.autocast(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+            yield
+
     @torch.no_grad()
     def _acceptance(self) -> tuple[float, ...]:
         """By place in a draft, on held-out texts. Every process computes the same."""
         self._module.eval()
         found = list[Tally]()
         for batch in in_turn(self._data.held_out[: self._settings.held_out_texts], 1):  # since all of its rows draft
-            with self._accelerator.autocast():
+            with self._mixed():
                 found.append(self._trainee.tally(self._trainee.module, batch.to(self._accelerator.device)))
         stood, tried = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
         if not tried[0]:
