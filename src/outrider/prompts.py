@@ -119,7 +119,7 @@ class PromptEncoder:
         except InvalidPromptError:
             raise
         except Exception as error:
-            field, remedy = "messages", "Use role and content in each."
+            field, remedy = "messages", "Give each a role and a content, in an order that the template takes."
             value: object = conversation
             with suppress(Exception):  # which a conversation without tools may do as well
                 if described and encode(None):

@@ -7,15 +7,19 @@ import os
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, SamplingParams
 from outrider.config import default_model
-from outrider.errors import InvalidParameterError
+from outrider.errors import InvalidParameterError, UnsupportedParameterError
 from outrider.loading.tokenizers import given_tokenizer
 from outrider.params import StructuredOutputs
 from outrider.server.tool_grammars import calls_grammar
 from outrider.structured.grammar import GrammarCompiler
+from outrider.structured.structures import StructureVocabulary, _Encoder
 
 #: GGUF files of published models, in the folder that this variable names.
 REAL = sorted(Path(os.environ.get("OUTRIDER_REAL_MODELS", "nowhere")).glob("*.gguf"))
@@ -100,6 +104,62 @@ def test_free_text_has_no_special_token(compiler: GrammarCompiler, tokenizer: An
     assert mask is not None
     found = {name: bool(mask[tokenizer.convert_tokens_to_ids(name)]) for name in (*ADDED, "<|tool|>", "<|end|>")}
     assert found == {**dict.fromkeys(ADDED, True), "<|tool|>": False, "<|end|>": False}
+
+
+def check_tokens(tokenizer: Any) -> None:
+    """Every token writes what llguidance would have read out of the tokenizer."""
+    size = len(tokenizer)
+    known = StructureVocabulary.of(tokenizer, size, [0])
+    read = llguidance.LLTokenizer(known.tokenizer, n_vocab=size, eos_token=[0])
+    encoder, added = _Encoder(known), tokenizer.added_tokens_decoder
+    assert encoder.tokens == [read.decode_bytes([number]) for number in range(size)]
+    has_text = {number for number, token in added.items() if not token.special}
+    assert encoder.special_token_ids == [n for n in range(size) if read.is_special_token(n) and n not in has_text]
+
+
+def of_pieces() -> Any:
+    """A tokenizer of SentencePiece's kind. Added tokens have blanks, too."""
+    pieces = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "a",
+        "\u2581a",
+        "\u00e9",
+        "\u2581<0xzz>",
+    ]
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("\u2581", "a")], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    found = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    found.add_tokens(["\u2581\u2581", "<tool>", "[x]"])
+    return found
+
+
+def test_tokens_write_what_the_library_reads(tokenizer: Any) -> None:
+    check_tokens(tokenizer)
+    check_tokens(of_pieces())
+
+
+def test_numbers_without_a_token_are_in_no_text(tokenizer: Any) -> None:
+    """The logits of many models are wider than their vocabulary."""
+    compiler = GrammarCompiler(tokenizer, len(tokenizer) + 3, frozenset({tokenizer.eos_token_id}))
+    mask = compiler.start(StructuredOutputs(regex="(.|\n)+")).allowed((), len(tokenizer) + 3)
+    assert mask is not None
+    assert mask[:100].any()
+    assert not mask[len(tokenizer) :].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", REAL, ids=lambda file: file.stem)
+def test_tokens_of_real_files_write_what_the_library_reads(file: Path) -> None:
+    check_tokens(given_tokenizer(file))
+
+
+def test_a_tokenizer_whose_tokens_say_nothing_of_their_bytes_is_refused() -> None:
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a")), eos_token="b")
+    with pytest.raises(UnsupportedParameterError, match="become text by None, and ByteLevel and ByteFallback are known"):
+        compiler_of(words).start(StructuredOutputs(regex="a"))
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}

@@ -284,7 +284,11 @@ class GrammarCompiler:
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             problem = "the model's tokenizer is none of the fast ones, which structures need"
             raise UnsupportedParameterError(_FIELD, "...", problem, "Use a model that has a tokenizer.json.")
-        return StructureVocabulary.of(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        try:
+            return StructureVocabulary.of(self._tokenizer, self._vocab_size, self._eos_token_ids)
+        except StructureError as error:
+            problem = f"the model's tokenizer is none that structures can follow: {error}"
+            raise UnsupportedParameterError(_FIELD, "...", problem, "Use another model.") from error
 
 
 def _library() -> Any:

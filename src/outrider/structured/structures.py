@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,6 +32,16 @@ _LIMITS = {
 _WHITESPACE = " "
 #: How a rule begins in GBNF. Lark may have the same signs in a text or a schema, but not behind a name that starts a line.
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]*[ \t]*::=", re.MULTILINE)
+
+#: A byte in a vocabulary of pieces of text.
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+#: The letters of byte-level vocabularies that stand for another byte: bytes that are not printed have letters from 256 on.
+_LETTERS = {
+    256 + place: byte
+    for place, byte in enumerate(
+        byte for byte in range(256) if not (33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255)
+    )
+}
 
 Language = Literal["schema", "regex", "lark", "gbnf"]
 
@@ -68,42 +78,49 @@ class StructureVocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int, ends: Sequence[int]) -> Self:
-        """Returns the vocabulary of a fast tokenizer of transformers."""
+        """Returns the vocabulary of a fast tokenizer of transformers. Raises StructureError where what its tokens write is
+        not known."""
         plain = copy(tokenizer.backend_tokenizer)
+        _reader(plain, frozenset())
         plain.no_padding()
         plain.no_truncation()
         return cls(plain.to_str(), size, tuple(ends))
 
     def wrapped(self, library: Any) -> Any:
         """Returns the vocabulary for llguidance; it takes a second or two where the vocabulary is large."""
-        ends = list(self.ends)
-        read = library.LLTokenizer(self.tokenizer, n_vocab=self.size, eos_token=ends)
-        encoder = library.TokenizerWrapper(_Encoder(self, read))
-        return library.LLTokenizer(encoder, n_vocab=self.size, eos_token=ends)
+        encoder = library.TokenizerWrapper(_Encoder(self))
+        return library.LLTokenizer(encoder, n_vocab=self.size, eos_token=list(self.ends))
 
 
 class _Encoder:
-    """Holds what a tokenizer makes of the text of a structure, in the form that llguidance asks for.
+    """Holds the tokens and what a tokenizer makes of the text of a structure, in the form that llguidance asks for.
 
-    By itself the library takes every added token that looks like `<tool_call>` for one that has no text. But the text of a
-    token that is not a special one is part of what is written, so structures have to match it, and where they leave no
-    choice it is to be written by that token, as the model has learned. The text of a special token is in no answer. Where a
-    structure has such a text it is written in pieces; Lark names the token itself without quotes.
+    The library could read the tokenizer itself. But it lets no other thread compute while it does, for two seconds where
+    there are 262,144 tokens, and it takes every added token that looks like `<tool_call>` for one that has no text. The
+    text of a token that is not a special one is part of what is written, so structures have to match it, and where they
+    leave no choice it is to be written by that token, as the model has learned. The text of a special token is in no
+    answer. Where a structure has such a text it is written in pieces; Lark names the token itself without quotes.
 
     Args:
         vocabulary: The tokens.
     """
 
-    def __init__(self, vocabulary: StructureVocabulary, read: Any) -> None:
+    def __init__(self, vocabulary: StructureVocabulary) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_str(vocabulary.tokenizer)
         self._tokenizer.encode_special_tokens = True  # to pieces
         added = self._tokenizer.get_added_tokens_decoder()
-        has_text = {number for number, token in added.items() if not token.special}
-        numbers = range(vocabulary.size)
-        self.tokens = [read.decode_bytes([number]) for number in numbers]
-        self.special_token_ids = [number for number in numbers if read.is_special_token(number) and number not in has_text]
+        said = _reader(self._tokenizer, {token.content for token in added.values()})
+        written = map(self._tokenizer.id_to_token, range(vocabulary.size))
+        self.tokens = [b"" if token is None else said(token) for token in written]
+        # The library takes a first byte of 255 for the mark of a token without a text. No text in UTF-8 has this byte.
+        bare = [number for number, text in enumerate(self.tokens) if text[:1] == b"\xff"]
+        for number in bare:
+            self.tokens[number] = b""
+        self.special_token_ids = sorted(
+            {*bare, *(number for number, token in added.items() if token.special and number < vocabulary.size)}
+        )
         self.eos_token_id, self.bos_token_id = vocabulary.ends[0], None
 
     def __call__(self, text: str) -> list[int]:
@@ -112,6 +129,32 @@ class _Encoder:
             raise TypeError("bytes")  # so the library finds out that it has to ask with texts
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return found
+
+
+def _reader(tokenizer: Any, added: Set[str]) -> Callable[[str], bytes]:
+    """What makes the bytes of a text out of a token; `added` are those that stand beside the vocabulary."""
+    steps = {} if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__())
+    steps = steps.get("decoders", [steps])
+    kinds = [step.get("type") for step in steps]
+    if "ByteLevel" not in kinds and "ByteFallback" not in kinds:
+        raise StructureError(f"its tokens become text by {kinds[0]}, and ByteLevel and ByteFallback are known")
+    replaced = [step["pattern"] for step in steps if step["type"] == "Replace" and step["content"] == " "]
+    blanks = [pattern["String"] for pattern in replaced if "String" in pattern]
+
+    def of_letters(token: str) -> bytes:
+        try:
+            return token.encode() if token in added else token.translate(_LETTERS).encode("latin-1")
+        except UnicodeEncodeError:  # no letter that stands for a byte
+            return token.encode()
+
+    def of_pieces(token: str) -> bytes:
+        if _BYTE.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        for blank in blanks:
+            token = token.replace(blank, " ")
+        return token.encode()
+
+    return of_letters if "ByteLevel" in kinds else of_pieces
 
 
 def compiled(written: Written, vocabulary: Any, library: Any) -> tuple[Any, bytes]:
