@@ -546,12 +546,15 @@ def test_an_interrupt_leaves_quietly() -> None:
         assert process.stderr.read() == ""
 
 
+TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
 def conversing(folder: Path) -> Path:
     """The embedded target with a chat template."""
     model = folder / "conversing"
     shutil.copytree(default_model("target"), model)
     settings = json.loads((model / "tokenizer_config.json").read_text("utf-8"))
-    settings["chat_template"] = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    settings["chat_template"] = TEMPLATE
     (model / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
     return model
 
@@ -591,6 +594,22 @@ def test_chat_goes_on_after_a_question_that_cannot_be_served(tmp_path: Path) -> 
     answers = [answer for answer in map(str.strip, result.stdout.split("> ")) if answer]
     assert len(answers) == 2
     assert answers[0] == answers[1]  # /clear forgot the first
+
+
+def test_a_chat_takes_the_template_of_a_file(tmp_path: Path) -> None:
+    model, template, how = (
+        conversing(tmp_path),
+        tmp_path / "own.jinja",
+        ("--max-tokens", "6", "-t", "0", "--method", "none"),
+    )
+    template.write_text(TEMPLATE, "utf-8")
+    own = outrider("chat", str(model), *how, stdin="hello\n/bye\n")
+    given = outrider("chat", "--chat-template", str(template), *how, stdin="hello\n/bye\n")
+    assert given.stdout == own.stdout
+    assert own.stdout.strip("> \n")
+    refused = outrider("chat", "--chat-template", str(tmp_path / "none"), stdin="")
+    assert refused.returncode == 2
+    assert "No such file or directory). Give a file in UTF-8 that holds a Jinja template." in refused.stderr
 
 
 def test_commands_of_a_chat(tmp_path: Path) -> None:

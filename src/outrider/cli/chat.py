@@ -44,6 +44,7 @@ _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?")
 def chat(
     model: options.Model = None,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    chat_template: options.ChatTemplate = None,
     *,
     drafting: options.Drafting,
     drawing: options.Sampling,
@@ -55,8 +56,9 @@ def chat(
 
     console = Console(no_color=no_color or None, highlight=False, soft_wrap=True)
     notes = Console(stderr=True, no_color=no_color or None, highlight=False, soft_wrap=True)
-    params = options.sampling(drawing)
+    params, template = options.sampling(drawing), options.template(chat_template)
     llm = options.load(notes, model, drafting.config(), chats=True, **loading)
+    options.use_template(llm, template)
     params = options.usual_sampling(llm, params, notes)
     talk = Conversation(llm, params, system, console, notes)
     llm.chat_prompt([*talk.messages, {"role": "user", "content": "hello"}])  # refuse now, not after the first question

@@ -61,6 +61,7 @@ Method = Annotated[
 DraftModel = Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id of a draft model, or of a head.")]
 NumDraftTokens = Annotated[int | None, typer.Option("--num-draft-tokens", "-k", help="Most draft tokens a step.")]
 Profile = Annotated[Path | None, typer.Option(help="A file that outrider tune wrote: who drafts, and how much.")]
+ChatTemplate = Annotated[Path | None, typer.Option(help="A file with a chat template, in place of the model's.")]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Plain text.")]
 
 
@@ -237,6 +238,25 @@ def usual_sampling(llm: LLM, asked: SamplingParams, notes: Console) -> SamplingP
             said = ", ".join(f"{name} {value:g}" for name, value in taken.items())
             notes.print(f"the file says nothing of sampling, so as llama.cpp does: {said}", style="dim")
     return usual.replace(**given)
+
+
+def template(path: Path | None) -> str | None:
+    """The chat template in a file."""
+    try:
+        return None if path is None else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
+        remedy = "Give a file in UTF-8 that holds a Jinja template."
+        raise InvalidParameterError("chat_template", str(path), problem, remedy) from None
+
+
+def use_template(llm: LLM, text: str | None) -> None:
+    """Let a model write its conversations with this template, where there is one."""
+    if text is None:
+        return
+    if llm.tokenizer is None:
+        raise InvalidParameterError("chat_template", "...", "the model has no tokenizer", "Leave it out.")
+    llm.tokenizer.chat_template = text
 
 
 def load(console: Console, model: str | None, settings: Any, *, chats: bool, **options: Any) -> LLM:

@@ -85,9 +85,7 @@ def serve(
     replicas: Annotated[int | None, typer.Option(help="Engines behind one address; see docs/how-to/replicas.md.")] = None,
     reached: Reached,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="A file with a chat template, in place of the model's.")
-    ] = None,
+    chat_template: options.ChatTemplate = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -113,7 +111,7 @@ def serve(
         drafting = paired if profile is None else drafting
     allowed = [options.speculation(name, None, None, None) for name in allow or []]
     who = drafting.config()
-    template = None if chat_template is None else _template(chat_template)
+    template = options.template(chat_template)
     # Before the model: what is wrong here is better known now.
     _check_installed()
     keys, settings = _settings(reached, api_key_file, model_name=served_model_name or _usual_name(model), **given)
@@ -170,10 +168,7 @@ def _load(model: str | None, settings: Any, template: str | None, **given: Any) 
 
     console = Console(stderr=True, quiet=not sys.stderr.isatty())  # else the log says it, in JSON
     llm = options.load(console, model, settings, chats=True, **given)
-    if template is not None:
-        if llm.tokenizer is None:
-            raise InvalidParameterError("chat_template", "...", "the model has no tokenizer", "Leave it out.")
-        llm.tokenizer.chat_template = template
+    options.use_template(llm, template)
     return llm
 
 
@@ -223,15 +218,6 @@ def _usual_name(model: str | None) -> str:
     if model is None:
         return "outrider-embedded"
     return os.path.basename(os.path.normpath(model)) if os.path.isdir(model) else model
-
-
-def _template(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
-        remedy = "Give a file in UTF-8 that holds a Jinja template."
-        raise InvalidParameterError("chat_template", str(path), problem, remedy) from None
 
 
 # --- What `outrider serve --replicas` does beside `outrider serve`: it shares the machine between engines on Ray Serve.
