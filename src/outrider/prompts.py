@@ -199,7 +199,7 @@ class PromptEncoder:
             "model",
             "the embedded default" if self._model is None else self._model,
             "it has no chat template: it completes text and was not trained to converse",
-            "Use generate with a plain prompt, a model that has one, or --chat-template where chat and serve take it.",
+            "Use generate with a plain prompt, or a model that has one, or give one: chat and serve take --chat-template.",
         )
 
 
