@@ -31,6 +31,7 @@ from outrider.heads.formats.published import read_head
 from outrider.kernels.formats import FORMATS
 from outrider.lab.convert.compressed_tensors import write_compressed
 from outrider.lab.prove.tiny_heads import _NVIDIA, save_random_dflash, save_random_eagle
+from outrider.lab.train import settings
 from outrider.lab.train.batches import Batch, in_turn, load_data
 from outrider.lab.train.blocks import DflashSettings, DsparkSettings
 from outrider.lab.train.collect import Source, collect
@@ -378,6 +379,32 @@ def test_the_accepted_length_counts_a_token_where_those_before_it_stand() -> Non
     assert float(depth_loss("accepted_length", depths, said, 1.0)) == pytest.approx(
         -(math.log(expected[0]) + math.log(expected[1])) / 2, abs=1e-5
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", [*LOSSES, "accepted_length"])
+def test_losses_and_gradients_of_a_few_rows_at_a_time_are_those_of_all_rows(
+    name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    texts = torch.randint(12, (2, 9))
+    batch = Batch(texts, torch.tensor([9, 7]), torch.tensor([2, 3]))
+    said = said_of(batch, torch.randn(2, 9, 12), temperature, torch.tensor([0, 1, 3, 5, 8, 10]))
+    rows = [batch.drafts(ahead) for ahead in (1, 2)]
+    drafted = [torch.randn(int(each.sum()), 6, requires_grad=True) for each in rows]
+    depths = [Depth(logits, each, ahead) for ahead, (logits, each) in enumerate(zip(drafted, rows, strict=True), 1)]
+
+    def learnt() -> tuple[Tensor, ...]:
+        loss = depth_loss(name, depths, said, 0.5)
+        return loss.detach(), *torch.autograd.grad(loss, drafted)
+
+    monkeypatch.setattr(settings, "in_pieces", lambda logits, losses_of: losses_of(logits, slice(None)))
+    whole = learnt()
+    monkeypatch.undo()
+    monkeypatch.setitem(settings._PIECE, "cpu", 4 * 6)  # four rows
+    for found, expected in zip(learnt(), whole, strict=True):
+        torch.testing.assert_close(found, expected)
+        assert expected.any()
 
 
 @pytest.mark.parametrize(

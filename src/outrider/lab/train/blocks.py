@@ -186,7 +186,8 @@ class TrainedSequentialHead(TrainedFeatureHead):
         total = total + share * depth_loss("cross_entropy", depths, said, self.decay)
         for place, (depth, chances) in enumerate(zip(depths, self._chances, strict=False)):  # where it guesses them
             if len(chances):
-                stands = said.overlap(depth).detach()
+                with torch.no_grad():
+                    stands = said.overlap(depth)
                 total = total + self.decay**place * binary_cross_entropy(chances, stands)
         return total
 

@@ -19,7 +19,17 @@ from outrider.errors import ContradictionError, InvalidParameterError, Unsupport
 from outrider.files import storing, write_whole
 from outrider.kernels.weights import use_plain_weights
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.settings import NEEDS_ALL_TOKENS, Law, LossName, Tally, Trainee, divergence, overlap, tally_of_each
+from outrider.lab.train.settings import (
+    NEEDS_ALL_TOKENS,
+    Law,
+    LossName,
+    Tally,
+    Trainee,
+    divergence,
+    in_pieces,
+    overlap,
+    tally_of_each,
+)
 from outrider.lab.train.target import FrozenTarget, Teacher
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import exclusive_transformers
@@ -76,7 +86,11 @@ class DistilledDraft(Trainee):
         tokens = batch.token_ids[:, 1:][rows[:, :-1]]
         from_texts_alone = self._settings.loss == "cross_entropy"
         target = logits if from_texts_alone else self._teacher.logits(batch, rows)
-        return divergence(self._settings.loss, Law(target), logits, tokens, self._temperature).mean()
+
+        def losses_of(some: Tensor, rows: slice) -> Tensor:
+            return divergence(self._settings.loss, Law(target[rows]), some, tokens[rows], self._temperature)
+
+        return in_pieces(logits, losses_of).mean()
 
     def tally(self, module: nn.Module, batch: Batch) -> Tally:
         rows = batch.drafts()

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
 from outrider.files import write_tensors
@@ -377,11 +378,13 @@ def _attended(queries: Tensor, kept: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         kept: By depth, the keys and values of the rows, of this shape each.
     """
     (first, of_first), *later = kept
+    queries = queries * queries.shape[-1] ** -0.5  # which are fewer numbers than the scores
     places = torch.arange(queries.shape[1], device=queries.device)
     seen = (places <= places[:, None]) & (places > 0) | (places == places[:, None])  # row 0 sees itself, to be a number
-    of_text = torch.einsum("bihd,bjhd->bhij", queries, first).masked_fill(~seen, float("-inf"))
+    of_text = torch.einsum("bihd,bjhd->bhij", queries, first)
     own = [(queries * keys).sum(-1).transpose(1, 2)[..., None] for keys, _ in later]
-    shares = (torch.cat([of_text, *own], -1) * queries.shape[-1] ** -0.5).softmax(-1)
+    scores = torch.cat([of_text, *own], -1)
+    shares = scores.masked_fill_(~pad(seen, (0, len(later)), value=True), float("-inf")).softmax(-1)
     found = torch.einsum("bhij,bjhd->bihd", shares[..., : len(places)], of_first)
     for depth, (_, values) in enumerate(later):
         found = found + shares[..., len(places) + depth].transpose(1, 2)[..., None] * values

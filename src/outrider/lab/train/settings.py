@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -174,6 +174,8 @@ class HeadLearning(Frozen):
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "cross_entropy"]
 LOSSES: tuple[str, ...] = get_args(LossName)
+#: Most numbers in a piece of logits whose loss is computed at once: as fit in a cache, and as keep a GPU busy.
+_PIECE = {"cpu": 1 << 19, "other": 1 << 26}
 #: Those that are infinite where the target's probability is known to be 0, as outside its most likely tokens.
 NEEDS_ALL_TOKENS = ("reverse_kl",)
 
@@ -230,6 +232,48 @@ def divergence(
     return 0.5 * (_kl(log_p, log_m) + _kl(log_q, log_m))
 
 
+def in_pieces(logits: Tensor, losses_of: Callable[[Tensor, slice], Tensor]) -> Tensor:
+    """The losses of rows, computed with their gradients for a few rows at a time.
+
+    A loss over a vocabulary makes half a dozen tensors of the logits' size. Whole ones go through memory again and again,
+    and took more of a step than the products did; pieces stay in the processor's cache.
+
+    Args:
+        logits: [num_rows, draft_vocab_size]
+        losses_of: The losses of some rows, given their logits and which rows they are.
+
+    Returns:
+        [num_rows]
+    """
+    found: Tensor = _InPieces.apply(logits, losses_of)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _InPieces(torch.autograd.Function):
+    """Holds the gradients of rows' losses from the moment at which these are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, losses_of: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """Compute both; see `in_pieces`."""
+        size = max(1, _PIECE["cpu" if logits.device.type == "cpu" else "other"] // logits.shape[1])
+        losses, gradients = logits.new_empty(len(logits), dtype=torch.float32), torch.empty_like(logits)
+        for first in range(0, len(logits), size):
+            rows = slice(first, first + size)
+            piece = logits[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                found = losses_of(piece, rows)
+                (gradients[rows],) = torch.autograd.grad(found.sum(), piece)
+            losses[rows] = found.detach()
+        ctx.save_for_backward(gradients)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor, None]:
+        """Weigh the gradients of the rows."""
+        (gradients,) = ctx.saved_tensors
+        return gradients * weights[:, None].to(gradients.dtype), None
+
+
 def overlap(target: Law, draft: Tensor, temperature: float, tokens: Tensor | None = None) -> Tensor:
     """The chance that the token rule accepts a token drawn from the draft: sum of min(p, q) (Leviathan et al. 2023).
 
@@ -270,6 +314,10 @@ ACCEPTED_LENGTH = "accepted_length"
 _LEAST = 1e-6
 
 
+#: All rows of a depth.
+_ALL = slice(None)
+
+
 class Depth(NamedTuple):
     """Draft tokens that stand equally far ahead."""
 
@@ -296,15 +344,17 @@ class Said:
         self.batch, self.temperature, self.tokens = batch, temperature, tokens
         self._logits = logits
 
-    def at(self, depth: Depth) -> Law:
-        """What the draft tokens of a depth are compared with, in n rows, among the tokens that the draft knows."""
-        return Law(_taken(self._known, depth))
+    def at(self, depth: Depth, rows: slice = _ALL) -> Law:
+        """What the draft tokens of a depth are compared with, in some of its n rows, among the tokens that the draft
+        knows."""
+        return Law(_taken(self._known, depth, rows))
 
-    def among_all(self, depth: Depth) -> Law:
+    def among_all(self, depth: Depth, rows: slice = _ALL) -> Law:
         """The same, among all of the target's tokens."""
         if self.tokens is None:
-            return self.at(depth)
-        return Law(_taken(self._known, depth), _taken(self._total, depth), _taken(self._likeliest, depth))
+            return self.at(depth, rows)
+        known, *others = (_taken(values, depth, rows) for values in (self._known, self._total, self._likeliest))
+        return Law(known, *others)
 
     def overlap(self, depth: Depth) -> Tensor:
         """[n] the chance that the token rule accepts."""
@@ -328,9 +378,9 @@ class Said:
         return self._all.argmax(-1)
 
 
-def _taken(values: Tensor, depth: Depth) -> Tensor:
-    """[n, ...] of values [num_texts, num_tokens, ...]: those that speak of the draft tokens of a depth."""
-    texts, places = depth.rows.nonzero(as_tuple=True)
+def _taken(values: Tensor, depth: Depth, rows: slice) -> Tensor:
+    """Those of values [num_texts, num_tokens, ...] that speak of the draft tokens of a depth, in some of its n rows."""
+    texts, places = (each[rows] for each in depth.rows.nonzero(as_tuple=True))
     return values[texts, (places + depth.ahead - 1).clamp(max=values.shape[1] - 1)]
 
 
@@ -362,15 +412,19 @@ def depth_loss(name: str, depths: Sequence[Depth], said: Said, decay: float) -> 
     """The loss of a draft."""
     if name == ACCEPTED_LENGTH:
         return _accepted_length(depths, said)
-    total, weight = depths[0].logits.new_zeros(()), 1.0
+    total, weight = depths[0].logits.new_zeros((), dtype=torch.float32), 1.0
     for depth in depths:
-        tokens = shifted(said.batch.token_ids, depth.ahead)[depth.rows]
-        law = said.among_all(depth) if name == "total_variation" else said.at(depth)
-        found = divergence(name, law, depth.logits, tokens, said.temperature, said.tokens)
-        if len(found):
-            total = total + weight * found.mean()
+        if len(depth.logits):
+            total = total + weight * in_pieces(depth.logits, partial(_divergence, name, depth, said)).mean()
         weight *= decay
     return total
+
+
+def _divergence(name: str, depth: Depth, said: Said, logits: Tensor, rows: slice) -> Tensor:
+    """The losses of some rows of a depth."""
+    law = said.among_all(depth, rows) if name == "total_variation" else said.at(depth, rows)
+    tokens = shifted(said.batch.token_ids, depth.ahead)[depth.rows][rows]
+    return divergence(name, law, logits, tokens, said.temperature, said.tokens)
 
 
 def _accepted_length(depths: Sequence[Depth], said: Said) -> Tensor:
@@ -379,12 +433,17 @@ def _accepted_length(depths: Sequence[Depth], said: Said) -> Tensor:
     rows = depths[0].rows
     stands = torch.ones(rows.shape, device=rows.device)
     expected, reached = torch.zeros_like(stands), torch.zeros_like(stands)
-    scale = said.temperature or 1.0  # greedy decoding gives no gradient, and the order of tokens is the same
     for depth in depths:
-        chances = overlap(said.among_all(depth), depth.logits, scale, said.tokens)
+        chances = in_pieces(depth.logits, partial(_chances, depth, said))
         stands = stands * torch.zeros_like(stands).masked_scatter(depth.rows, chances)
         expected, reached = expected + stands, reached + depth.rows
     return -torch.log(expected[rows] / reached[rows] + _LEAST).mean()
+
+
+def _chances(depth: Depth, said: Said, logits: Tensor, rows: slice) -> Tensor:
+    """The chances that the token rule accepts, in some rows of a depth. Greedy decoding gives no gradient; at temperature 1
+    the order of tokens is the same."""
+    return overlap(said.among_all(depth, rows), logits, said.temperature or 1.0, said.tokens)
 
 
 def shifted(values: Tensor, by: int) -> Tensor:

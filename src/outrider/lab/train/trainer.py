@@ -78,10 +78,8 @@ class Trainer:
     ) -> None:
         from accelerate import Accelerator
 
-        self._accelerator: Any = Accelerator(
-            mixed_precision="bf16" if settings.precision == "bf16" else "no",
-            gradient_accumulation_steps=settings.accumulation,
-        )
+        # Accelerate's own mixed precision would copy all logits to float32 and their gradients back; see `_mixed`.
+        self._accelerator: Any = Accelerator(mixed_precision="no", gradient_accumulation_steps=settings.accumulation)
         self._trainee = trainee
         self._data = data
         self._settings = settings
@@ -170,7 +168,8 @@ class Trainer:
     @contextmanager
     def _mixed(self) -> Iterator[None]:
         """Compute in the precision of the settings. Norms keep weights of float32, and torch would tell users of that."""
-        with self._accelerator.autocast(), warnings.catch_warnings():
+        own, mixed = self._accelerator.device.type, self._settings.precision == "bf16"
+        with torch.autocast(own, torch.bfloat16, enabled=mixed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
             yield
 
