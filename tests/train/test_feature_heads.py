@@ -31,13 +31,14 @@ from outrider.heads.formats.published import read_head
 from outrider.kernels.formats import FORMATS
 from outrider.lab.convert.compressed_tensors import write_compressed
 from outrider.lab.prove.tiny_heads import _NVIDIA, save_random_dflash, save_random_eagle
-from outrider.lab.train import settings
+from outrider.lab.train import losses
 from outrider.lab.train.batches import Batch, in_turn, load_data
 from outrider.lab.train.blocks import DflashSettings, DsparkSettings
 from outrider.lab.train.collect import Source, collect
 from outrider.lab.train.features import Eagle1Settings, Eagle3Settings, FeatureHeadSettings, _any_rows
+from outrider.lab.train.losses import LOSSES, Depth, Law, Said, depth_loss, divergence
 from outrider.lab.train.run import Job, head_learning, train_heads
-from outrider.lab.train.settings import LOSSES, Depth, Law, Said, TrainSettings, depth_loss, divergence, frequent_tokens
+from outrider.lab.train.settings import TrainSettings, frequent_tokens
 from outrider.lab.train.target import FrozenTarget
 from outrider.lab.train.trainer import by_position
 from outrider.propose.base import ProposeRequest
@@ -398,10 +399,10 @@ def test_losses_and_gradients_of_a_few_rows_at_a_time_are_those_of_all_rows(
         loss = depth_loss(name, depths, said, 0.5)
         return loss.detach(), *torch.autograd.grad(loss, drafted)
 
-    monkeypatch.setattr(settings, "in_pieces", lambda logits, losses_of: losses_of(logits, slice(None)))
+    monkeypatch.setattr(losses, "in_pieces", lambda logits, losses_of: losses_of(logits, slice(None)))
     whole = learnt()
     monkeypatch.undo()
-    monkeypatch.setitem(settings._PIECE, "cpu", 4 * 6)  # four rows
+    monkeypatch.setitem(losses._PIECE, "cpu", 4 * 6)  # four rows
     for found, expected in zip(learnt(), whole, strict=True):
         torch.testing.assert_close(found, expected)
         assert expected.any()

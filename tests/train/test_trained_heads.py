@@ -14,7 +14,7 @@ from outrider import LLM, SamplingParams
 from outrider.errors import ContradictionError, HeadMismatchError, InputError, InvalidParameterError
 from outrider.heads.checkpoint import load_heads
 from outrider.heads.networks import randomise
-from outrider.lab.train import settings as depths
+from outrider.lab.train import losses
 from outrider.lab.train.batches import in_turn, load_data
 from outrider.lab.train.collect import Source, collect
 from outrider.lab.train.heads import HeadSettings, TrainedHeads
@@ -89,23 +89,23 @@ def test_an_offset_that_is_wrong_by_one_yields_nothing(
     """The planted bug: each head learns the token before, or behind, the one that it will be asked for."""
     if kind.method == "exit" and wrong == -1:
         kind = kind.replace(loss="cross_entropy")  # the target says nothing of the first token
-    shifted, taken = depths.shifted, depths._taken
+    shifted, taken = losses.shifted, losses._taken
 
     def wrong_tokens(values: Tensor, by: int) -> Tensor:
         return shifted(values, max(by + wrong, 0))
 
-    def wrong_laws(values: Tensor, depth: depths.Depth) -> Tensor:
-        return taken(values, depth._replace(ahead=max(depth.ahead + wrong, 1)))
+    def wrong_laws(values: Tensor, depth: losses.Depth, rows: slice) -> Tensor:
+        return taken(values, depth._replace(ahead=max(depth.ahead + wrong, 1)), rows)
 
     measure = TrainedHeads.tally
 
     def honest(self: TrainedHeads, *args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(depths, "_taken", taken)
+            patch.setattr(losses, "_taken", taken)
             return measure(self, *args)
 
-    monkeypatch.setattr(depths, "shifted", wrong_tokens)
-    monkeypatch.setattr(depths, "_taken", wrong_laws)
+    monkeypatch.setattr(losses, "shifted", wrong_tokens)
+    monkeypatch.setattr(losses, "_taken", wrong_laws)
     monkeypatch.setattr(TrainedHeads, "tally", honest)
     found = train_heads(replace(job, settings=job.settings.replace(patience=0)), kind)
     last = found.progress.measurements[-1]

@@ -31,8 +31,9 @@ from outrider.lab.train import distill as models
 from outrider.lab.train.batches import Batch, Batches
 from outrider.lab.train.checkpoint import Checkpoints, Progress
 from outrider.lab.train.distill import DistillSettings, Shape, draft_to_begin_with, parse_shape, pruned, write_on
+from outrider.lab.train.losses import LOSSES, Law, divergence, overlap
 from outrider.lab.train.run import Job, _rate, compare_sizes, train_draft, worth
-from outrider.lab.train.settings import LOSSES, Law, TrainSettings, divergence, overlap, tally
+from outrider.lab.train.settings import TrainSettings, tally
 from outrider.lab.train.target import FrozenTarget
 from outrider.lab.train.trainer import Watcher
 from tests.train.drafted_rows import followed

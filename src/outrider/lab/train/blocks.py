@@ -33,16 +33,8 @@ from outrider.lab.train.features import (
     TrainedFeatureHead,
     begin_output,
 )
-from outrider.lab.train.settings import (
-    DraftVocabulary,
-    LossName,
-    Trainee,
-    TrainSettings,
-    depth_loss,
-    frequent_tokens,
-    shifted,
-    token_counts,
-)
+from outrider.lab.train.losses import LossName, depth_loss, shifted
+from outrider.lab.train.settings import DraftVocabulary, Trainee, TrainSettings, frequent_tokens, token_counts
 from outrider.lab.train.target import FrozenTarget, head_layers, layers_to_read
 from outrider.records import Manifest
 

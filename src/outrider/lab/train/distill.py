@@ -19,17 +19,8 @@ from outrider.errors import ContradictionError, InvalidParameterError, Unsupport
 from outrider.files import storing, write_whole
 from outrider.kernels.weights import use_plain_weights
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.settings import (
-    NEEDS_ALL_TOKENS,
-    Law,
-    LossName,
-    Tally,
-    Trainee,
-    divergence,
-    in_pieces,
-    overlap,
-    tally_of_each,
-)
+from outrider.lab.train.losses import NEEDS_ALL_TOKENS, Law, LossName, divergence, in_pieces, overlap
+from outrider.lab.train.settings import Tally, Trainee, tally_of_each
 from outrider.lab.train.target import FrozenTarget, Teacher
 from outrider.loading import hf_modules
 from outrider.loading.exclusive import exclusive_transformers

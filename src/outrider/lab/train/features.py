@@ -37,18 +37,15 @@ from outrider.heads.mtp import MtpLayer, load_mtp_layer
 from outrider.heads.networks import TargetHead
 from outrider.heads.runner import paired_layers
 from outrider.lab.train.batches import Batch
+from outrider.lab.train.losses import Depth, LossName, Said, shifted
 from outrider.lab.train.settings import (
-    Depth,
     DraftVocabulary,
     HeadLearning,
     HeadTrainee,
-    LossName,
-    Said,
     Trainee,
     TrainSettings,
     frequent_tokens,
     known_tokens,
-    shifted,
 )
 from outrider.lab.train.target import Features, FrozenTarget, head_layers, layers_to_read
 from outrider.loading.sources import WHOLE

@@ -22,17 +22,8 @@ from outrider.errors import InvalidParameterError
 from outrider.heads.checkpoint import describe_target, save_heads, take_witness
 from outrider.heads.networks import BlockwiseConfig, ExitConfig, HeadsConfig, MedusaConfig, build_network
 from outrider.lab.train.batches import Batch
-from outrider.lab.train.settings import (
-    Depth,
-    HeadLearning,
-    HeadTrainee,
-    LossName,
-    Said,
-    Tally,
-    Trainee,
-    TrainSettings,
-    tally_of_each,
-)
+from outrider.lab.train.losses import Depth, LossName, Said
+from outrider.lab.train.settings import HeadLearning, HeadTrainee, Tally, Trainee, TrainSettings, tally_of_each
 from outrider.lab.train.target import Features, FrozenTarget
 from outrider.records import Manifest
 
