@@ -335,7 +335,12 @@ def test_the_most_frequent_tokens_of_the_training_texts_are_drafted(data: Path) 
 
 def said_of(batch: Batch, logits: Tensor, temperature: float, tokens: Tensor | None = None) -> Said:
     """What is said of a batch by logits [num_texts, num_tokens, vocab_size]."""
-    return Said(batch, lambda some: logits if some is None else logits.index_select(-1, some), temperature, tokens)
+    return Said(
+        batch,
+        lambda texts, some: logits[texts] if some is None else logits[texts].index_select(-1, some),
+        temperature,
+        tokens,
+    )
 
 
 @pytest.mark.core

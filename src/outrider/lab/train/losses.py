@@ -184,7 +184,7 @@ class Said:
 
     Args:
         batch: The texts.
-        logits: Those [num_texts, num_tokens, n] of some tokens or of all; row i speaks of token i + 1.
+        logits: Those [..., num_tokens, n] of some texts, and of some tokens or of all; row i speaks of token i + 1.
         temperature: That the texts are written at.
         tokens: [draft_vocab_size] the target's token for each of the draft's; None where they are the same.
     """
@@ -202,7 +202,7 @@ class Said:
         """The same, among all of the target's tokens."""
         if self.tokens is None:
             return self.at(depth, rows)
-        known, *others = (_taken(values, depth, rows) for values in (self._known, self._total, self._likeliest))
+        known, *others = (_taken(values, depth, rows) for values in (self._known, *self._among_all))
         return Law(known, *others)
 
     def overlap(self, depth: Depth) -> Tensor:
@@ -210,21 +210,19 @@ class Said:
         return overlap(self.among_all(depth), depth.logits, self.temperature, self.tokens)
 
     @cached_property
-    def _all(self) -> Tensor:
-        return self._logits(None)
-
-    @cached_property
     def _known(self) -> Tensor:
-        return self._all if self.tokens is None else self._logits(self.tokens)
+        return self._logits(_ALL, self.tokens)
 
     @cached_property
-    def _total(self) -> Tensor:
-        """[num_texts, num_tokens] as in `Law`; greedy decoding has the order of temperature 1."""
-        return torch.stack([(text.float() / (self.temperature or 1.0)).logsumexp(-1) for text in self._all])
-
-    @cached_property
-    def _likeliest(self) -> Tensor:
-        return self._all.argmax(-1)
+    def _among_all(self) -> tuple[Tensor, Tensor]:
+        """[num_texts, num_tokens] each, as in `Law`; greedy decoding has the order of temperature 1. The logits of all
+        tokens are there for one text at a time."""
+        totals, likeliest = list[Tensor](), list[Tensor]()
+        for text in range(len(self.batch.token_ids)):
+            (logits,) = self._logits(slice(text, text + 1), None)
+            totals.append((logits.float() / (self.temperature or 1.0)).logsumexp(-1))
+            likeliest.append(logits.argmax(-1))
+        return torch.stack(totals), torch.stack(likeliest)
 
 
 def _taken(values: Tensor, depth: Depth, rows: slice) -> Tensor:
