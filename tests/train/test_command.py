@@ -13,10 +13,12 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from outrider.cli.app import app
-from outrider.errors import InputError, InvalidParameterError, MissingExtraError
+from outrider.errors import InputError, InvalidParameterError, MissingExtraError, OutriderError
 from outrider.heads.checkpoint import load_heads
 from outrider.lab.cli.train import app as trainings
+from outrider.lab.train.checkpoint import Progress
 from outrider.lab.train.run import _LEARNING
+from outrider.lab.train.trainer import Trainer
 from outrider.llm import LLM
 from outrider.records import Record, prompt_of, read_manifest
 from outrider.server.recorder import NamespaceRecords, Origin
@@ -79,6 +81,12 @@ def test_a_method_is_trained(target: str, data: Path, tmp_path: Path, method: st
     assert "tokens of a target pass in the engine" in found.stdout
     assert "step 6: loss" in found.stderr
     assert (tmp_path / "out" / "README.md").exists()
+    if method in ("medusa", "mtp"):  # which nothing else reads
+        for word in ((), ("--placeholders",)):
+            asked = ["convert", str(tmp_path / "out"), "--to", "gguf", "--out", str(tmp_path / "head.gguf"), *word]
+            refused = CliRunner().invoke(app, asked).exception
+            assert isinstance(refused, OutriderError)
+            assert "medusa" in str(refused) if method == "medusa" else "no config.json" in str(refused)
 
 
 @pytest.mark.core
@@ -125,6 +133,25 @@ def test_a_command_leaves_the_precision_to_the_processor(
     assert json.loads((tmp_path / "out" / "training.json").read_text())["settings"]["precision"] == "fp32"
 
 
+def test_a_command_says_that_it_stops_and_that_it_goes_on(
+    target: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(self: Trainer, progress: Progress, stepped: Any = Trainer._stepped) -> Progress:
+        if progress.step == 4 and not begun:
+            begun.append(progress.step)
+            raise KeyboardInterrupt
+        return stepped(self, progress)
+
+    begun: list[int] = []
+    monkeypatch.setattr(Trainer, "_stepped", take)
+    words = ("distill", "--target", target, "--data", data, "--out", tmp_path / "out", "--dtype", "float32", *FEW)
+    stopped = CliRunner().invoke(app, ["train", *map(str, words), "--shape", "1x16:16", "--engine-prompts", "0"])
+    assert "stopped; the same command goes on from the last checkpoint" in stopped.stderr
+    assert "goes on behind" not in stopped.stderr
+    again = run(*words, "--shape", "1x16:16", "--engine-prompts", "0")
+    assert "the training that was broken off goes on behind step 3" in again.stderr
+
+
 def test_sizes_are_compared(target: str, data: Path, tmp_path: Path) -> None:
     found = train("distill", target, data, tmp_path / "out", "--sizes", "1x16:16,1x32:32,1x16:16", "-k", "2", "--json")
     assert sorted(size["shape"] for size in json.loads(found.stdout)) == ["1x16:16", "1x32:32"]
@@ -148,6 +175,22 @@ def test_bad_options_are_named(target: str, data: Path, tmp_path: Path, words: t
     with pytest.raises(InputError, match=problem):
         train("distill", target, data, tmp_path / "out", *words)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "dspark"])
+def test_a_loss_that_is_none_is_refused_with_one_list(target: str, data: Path, tmp_path: Path, method: str) -> None:
+    with pytest.raises(InputError) as refused:
+        train(method, target, data, tmp_path / "out", "--loss", "hinge")
+    assert str(refused.value).count("total_variation") == 1 + str(refused.value).count("Use forward_kl")
+
+
+def test_texts_that_are_too_short_to_draft_in_are_named(target: str, tmp_path: Path) -> None:
+    lines = (json.dumps({"prompt_token_ids": [i % VOCAB, i // VOCAB]}) for i in range(20))
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    run("data", "--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "d", "--target", target, "--max-tokens", "1",
+        "--held-out", "0.5", "--dtype", "float32")  # fmt: skip
+    with pytest.raises(InvalidParameterError, match=r"two tokens behind the prompt. Make data with a larger max_tokens"):
+        train("medusa", target, tmp_path / "d", tmp_path / "out")
 
 
 def test_data_must_be_made_first(target: str, tmp_path: Path) -> None:

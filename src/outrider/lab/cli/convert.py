@@ -77,17 +77,22 @@ def convert(
     EAGLE-3 as files."""
     from rich.console import Console
 
-    from outrider.loading.sources import check_is_folder
+    from outrider.loading.sources import check_is_folder, check_sources
 
     check_is_folder("model", model)
     from outrider.heads.assistant import is_assistant
+    from outrider.heads.checkpoint import method_of_heads
     from outrider.heads.formats.published import is_head
 
     if is_assistant(model):
         raise UnsupportedModelError(model, "assistants are not converted", "Use it as it was published.")
+    own = method_of_heads(model)
+    if own is not None:
+        raise UnsupportedModelError(model, f"no format of another engine has heads of {own}", "Use them as they are.")
     if to is FileFormat.GGUF and not is_head(model):
         if target is not None:
             raise ContradictionError("target", target, "a checkpoint is made for no other model", "Leave it out.")
+        check_sources(model=model)
         said = _write_file(model, out, type or TensorType.Q8_0, placeholders, mtp, parts)
     elif type is not None:
         raise ContradictionError("type", str(type), "a head keeps its weights", "Leave it out.")

@@ -401,6 +401,9 @@ def watching(steps: int) -> Iterator[Watcher]:
         class Shown(Watcher):
             done = 0
 
+            def on_resume(self, step: int) -> None:
+                console.print(f"the training that was broken off goes on behind step {step}")
+
             def on_step(self, step: int, loss: float) -> None:
                 self.done += 1
                 progress.tell(f"step {step}, loss {loss:.3f}", max(self.done, step), steps)
@@ -412,4 +415,8 @@ def watching(steps: int) -> Iterator[Watcher]:
                 said = f"{loss}acceptance {shares}, tau {measurement.tau:.2f}{engine}"
                 console.print(f"step {measurement.step}: {said}", soft_wrap=True)
 
-        yield Shown()
+        try:
+            yield Shown()
+        except KeyboardInterrupt:
+            console.print("stopped; the same command goes on from the last checkpoint")
+            raise

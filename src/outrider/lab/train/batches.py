@@ -73,7 +73,13 @@ def load_data(folder: Path, *, length: int, rows: Sequence[str] = ()) -> Trainin
     sides: dict[bool, list[Piece]] = {False: [], True: []}
     for record in read_records(folder, manifest, rows=rows):
         sides[record.held_out] += _cut(record, length, written=manifest.settings.max_tokens > 0)
-    sides[True] = [piece for piece in sides[True] if piece.num_prompt_tokens + 1 < len(piece.token_ids)]
+    found = sides[True]
+    sides[True] = [piece for piece in found if piece.num_prompt_tokens + 1 < len(piece.token_ids)]
+    if not sides[True] and len(found) >= _LEAST_TEXTS:
+        problem = f"none of its {len(found)} pieces of held-out texts has two tokens behind the prompt"
+        raise InvalidParameterError(
+            "data", str(folder), problem, "Make data with a larger max_tokens, or use a larger length."
+        )
     for held_out, pieces in sides.items():
         if len(pieces) < _LEAST_TEXTS:
             side = "to measure with" if held_out else "to train on"

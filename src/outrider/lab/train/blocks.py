@@ -128,7 +128,7 @@ class DsparkSettings(DflashSettings):
     """A block drafter whose tokens are chosen from left to right."""
 
     method: Literal["dflash", "dspark"] = "dspark"
-    loss: LossName | Literal["accepted_length"] = Field("total_variation", description=LOSS_NAMES)
+    loss: Literal[LossName, "accepted_length"] = Field("total_variation", description=LOSS_NAMES)
     block_size: int = Field(7, ge=2, le=64, description="Use 2 to 64.")  # all of its rows draft
     markov_rank: int = Field(256, ge=1, description="Use 1 or more.")  # width between the matrices of the sequential head
     # What a place depends on: the token before it, that and its own state, or all tokens of the block before it.

@@ -85,7 +85,7 @@ class FeatureHeadSettings(HeadLearning):
     """Holds what a head learns; a subclass for each method says which head."""
 
     # How far its probabilities are from the target's.
-    loss: LossName | Literal["accepted_length"] = Field("forward_kl", description=LOSS_NAMES)
+    loss: Literal[LossName, "accepted_length"] = Field("forward_kl", description=LOSS_NAMES)
     # What the loss of a draft token counts, relative to the one before.
     decay: float = Field(0.8, gt=0.0, le=1.0, description="Use a number above 0, up to 1.")
 

@@ -52,6 +52,9 @@ def main_process_first() -> AbstractContextManager[None]:
 class Watcher:
     """Is told of the course of a training; a display overrides what it shows."""
 
+    def on_resume(self, step: int) -> None:
+        """A training that was broken off goes on behind this step."""
+
     def on_step(self, step: int, loss: float) -> None:
         """A step is done."""
 
@@ -103,6 +106,8 @@ class Trainer:
         """Train to the end, or until held-out texts gain no more; the trainee then has its best weights."""
         settings = self._settings
         progress = self._checkpoints.restore(self._trainee.module, self._own_optimisers)
+        if progress.step:
+            self._watcher.on_resume(progress.step)
         board = Board(self._folder) if self.is_main else None
         if not progress.measurements:
             progress = self._measured(progress, board)
