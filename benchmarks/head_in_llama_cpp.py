@@ -3,8 +3,9 @@
     python -m benchmarks.head_in_llama_cpp model.gguf HEAD DATA --limit 39 --out FILE
 
 Both engines write greedy texts behind the held-out prompts of a folder of training data, one text at a time. Each rounds in
-its own way, so texts part where two tokens are nearly equally likely. What stands is compared over the texts in which both
-engines wrote the same tokens, and beside it over all texts. The seconds of both are told too; the two take turns.
+its own way, so texts part where two tokens are nearly equally likely. They also part where the text would end: this engine
+writes the end and goes on, and llama.cpp forbids the end. What stands is compared over the texts in which both engines
+wrote the same tokens, and beside it over all texts. The seconds of both are told too; the two take turns.
 """
 
 from __future__ import annotations

@@ -25,6 +25,9 @@ LossName = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "cross_
 LOSSES: tuple[str, ...] = get_args(LossName)
 #: Most numbers in a piece of logits whose loss is computed at once: as fit in a cache, and as keep a GPU busy.
 _PIECE = {"cpu": 1 << 19, "other": 1 << 26}
+#: Rows whose logits over a whole vocabulary are there at once. Fewer take longer, since an output layer that is stored in a
+#: few bits is unpacked for each product.
+_ROWS, _SPLIT = 1024, 64
 #: Those that are infinite where the target's probability is known to be 0, as outside its most likely tokens.
 NEEDS_ALL_TOKENS = ("reverse_kl",)
 
@@ -184,7 +187,7 @@ class Said:
 
     Args:
         batch: The texts.
-        logits: Those [..., num_tokens, n] of some texts, and of some tokens or of all; row i speaks of token i + 1.
+        logits: Those of some tokens or of all, in rows [num_texts * num_tokens]; row i of a text speaks of token i + 1.
         temperature: That the texts are written at.
         tokens: [draft_vocab_size] the target's token for each of the draft's; None where they are the same.
     """
@@ -211,18 +214,19 @@ class Said:
 
     @cached_property
     def _known(self) -> Tensor:
-        return self._logits(_ALL, self.tokens)
+        return self._logits(_ALL, self.tokens).reshape(*self.batch.token_ids.shape, -1)
 
     @cached_property
     def _among_all(self) -> tuple[Tensor, Tensor]:
         """[num_texts, num_tokens] each, as in `Law`; greedy decoding has the order of temperature 1. The logits of all
-        tokens are there for one text at a time."""
+        tokens are there for a few rows at a time."""
+        shape, scale = self.batch.token_ids.shape, self.temperature or 1.0
         totals, likeliest = list[Tensor](), list[Tensor]()
-        for text in range(len(self.batch.token_ids)):
-            (logits,) = self._logits(slice(text, text + 1), None)
-            totals.append((logits.float() / (self.temperature or 1.0)).logsumexp(-1))
-            likeliest.append(logits.argmax(-1))
-        return torch.stack(totals), torch.stack(likeliest)
+        for first in range(0, shape.numel(), _ROWS):
+            for logits in torch.split(self._logits(slice(first, first + _ROWS), None), _SPLIT):
+                totals.append((logits.float() / scale).logsumexp(-1))
+                likeliest.append(logits.argmax(-1))
+        return torch.cat(totals).reshape(shape), torch.cat(likeliest).reshape(shape)
 
 
 def _taken(values: Tensor, depth: Depth, rows: slice) -> Tensor:

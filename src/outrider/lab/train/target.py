@@ -179,7 +179,7 @@ class Teacher:
 # --- What heads read of the target, and what the target says: computed, or as it was kept with the data.
 
 
-#: Logits [..., num_tokens, n] of some texts, and of tokens [n], or of all tokens for None.
+#: Logits [..., n] of some of the rows [num_texts * num_tokens] of a batch, and of tokens [n], or of all tokens for None.
 LogitsOf = Callable[[slice, Tensor | None], Tensor]
 
 
@@ -202,14 +202,14 @@ class Features:
         for the last token; there the one before stands in, which nobody may read."""
         if not self._kept:
             states, logits = self._target.states(batch.token_ids, self._layers)
-            return states, lambda some, tokens: logits[some] if tokens is None else logits[some].index_select(-1, tokens)
+            all_rows = logits.flatten(0, 1)
+            return states, lambda rows, some: all_rows[rows] if some is None else all_rows[rows].index_select(-1, some)
         states = {layer: _with_last(batch.rows[hidden_name(layer)]) for layer in self._layers}
         last = _with_last(batch.rows[hidden_name(self._target.num_layers)])
 
         @torch.no_grad()
-        def logits_of(some: slice, tokens: Tensor | None) -> Tensor:
-            texts = last[some]
-            return self._target.head(texts.flatten(0, 1), tokens).reshape(*texts.shape[:2], -1)
+        def logits_of(rows: slice, tokens: Tensor | None) -> Tensor:
+            return self._target.head(last.flatten(0, 1)[rows], tokens)
 
         return states, logits_of
 
