@@ -410,7 +410,7 @@ def test_pieces_in_which_the_target_wrote_nothing_measure_nothing(job: Job, targ
     outcome = train_draft(short, DistillSettings(), shape=SHAPE)
     assert outcome.progress.measurements[-1].acceptance[0] > 0.5
     nothing = replace(job, data=save_data(tmp_path / "data", target, num_prompt_tokens=30), out=tmp_path / "other")
-    with pytest.raises(InvalidParameterError, match=r"0 of its 48 texts are left to measure with"):
+    with pytest.raises(InvalidParameterError, match="none of its 8 pieces of held-out texts has two tokens"):
         train_draft(nothing, DistillSettings(), shape=SHAPE)
 
 
