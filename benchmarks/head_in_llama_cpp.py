@@ -5,7 +5,7 @@
 Both engines write greedy texts behind the held-out prompts of a folder of training data, one text at a time. Each rounds in
 its own way, so texts part where two tokens are nearly equally likely. They also part where the text would end: this engine
 writes the end and goes on, and llama.cpp forbids the end. What stands is compared over the texts in which both engines
-wrote the same tokens, and beside it over all texts. The seconds of both are told too; the two take turns.
+wrote the same tokens, and beside it over all texts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from outrider.lab.peers.known import open_peer
 from outrider.records import read_manifest, read_records
 from outrider.widen import cache_folder
 
-#: What is counted of a text: its draft tokens, those that stood, its tokens, and wall seconds with its prompt.
-_COUNTED = ("drafted", "stood", "tokens", "seconds")
+#: What is counted of a text: its draft tokens, those that stood, and its tokens.
+_COUNTED = ("drafted", "stood", "tokens")
 
 
 def prompts_of(data: Path, limit: int) -> list[list[int]]:
@@ -36,29 +35,28 @@ def prompts_of(data: Path, limit: int) -> list[list[int]]:
     return [record.token_ids[: record.num_prompt_tokens].tolist() for record in held_out][:limit]
 
 
-def ours(llm: LLM, head: str, prompt: list[int], tokens: int, length: int) -> tuple[tuple[int, ...], dict[str, float]]:
+def ours(llm: LLM, head: str, prompt: list[int], tokens: int, length: int) -> tuple[tuple[int, ...], dict[str, int]]:
     """The text of this engine, and what is counted of it."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     how = SpeculationConfig(method=Eagle3(model=head), num_draft_tokens=length)
-    began = perf_counter()
     (output,) = llm.generate([prompt], params, speculation=how)
     stats = output.stats
-    counted = (stats.num_draft_tokens, stats.num_accepted_tokens, len(output.token_ids), perf_counter() - began)
+    counted = (stats.num_draft_tokens, stats.num_accepted_tokens, len(output.token_ids))
     return tuple(output.token_ids), dict(zip(_COUNTED, counted, strict=True))
 
 
-def theirs(peer: Peer, prompt: list[int], tokens: int, length: int) -> tuple[tuple[int, ...], dict[str, float]]:
+def theirs(peer: Peer, prompt: list[int], tokens: int, length: int) -> tuple[tuple[int, ...], dict[str, int]]:
     """The same of llama.cpp."""
     mode = next(mode for mode in peer.modes(full=False) if (mode.kind, mode.num_draft_tokens) == ("eagle3", length))
     run = peer.generate(mode, [prompt], max_tokens=tokens, temperature=0.0, seed=None)
-    counted = (run.num_draft_tokens or 0, run.num_accepted_tokens or 0, run.num_tokens, run.seconds)
+    counted = (run.num_draft_tokens or 0, run.num_accepted_tokens or 0, run.num_tokens)
     return run.texts[0], dict(zip(_COUNTED, counted, strict=True))
 
 
-def added(pairs: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str, Any]:
+def added(pairs: list[tuple[dict[str, int], dict[str, int]]]) -> dict[str, Any]:
     """The counts of texts, added up, for each engine."""
     sides = zip(("here", "llama.cpp"), zip(*pairs, strict=True), strict=False)
-    sums = {who: {name: round(sum(each[name] for each in side), 3) for name in _COUNTED} for who, side in sides}
+    sums = {who: {name: sum(each[name] for each in side) for name in _COUNTED} for who, side in sides}
     return {"texts": len(pairs), **sums}
 
 

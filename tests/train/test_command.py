@@ -146,10 +146,10 @@ def test_a_command_says_that_it_stops_and_that_it_goes_on(
     monkeypatch.setattr(Trainer, "_stepped", take)
     words = ("distill", "--target", target, "--data", data, "--out", tmp_path / "out", "--dtype", "float32", *FEW)
     stopped = CliRunner().invoke(app, ["train", *map(str, words), "--shape", "1x16:16", "--engine-prompts", "0"])
-    assert "stopped; the same command goes on from the last checkpoint" in stopped.stderr
-    assert "goes on behind" not in stopped.stderr
+    assert "The training has stopped. The same command goes on from the last checkpoint." in stopped.stderr
+    assert "goes on after" not in stopped.stderr
     again = run(*words, "--shape", "1x16:16", "--engine-prompts", "0")
-    assert "the training that was broken off goes on behind step 3" in again.stderr
+    assert "The training that was broken off goes on after step 3" in again.stderr
 
 
 def test_sizes_are_compared(target: str, data: Path, tmp_path: Path) -> None:
@@ -177,11 +177,10 @@ def test_bad_options_are_named(target: str, data: Path, tmp_path: Path, words: t
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3", "dspark"])
+@pytest.mark.parametrize("method", ["eagle3", "dspark"])
 def test_a_loss_that_is_none_is_refused_with_one_list(target: str, data: Path, tmp_path: Path, method: str) -> None:
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError, match="'cross_entropy' or 'accepted_length'"):
         train(method, target, data, tmp_path / "out", "--loss", "hinge")
-    assert str(refused.value).count("total_variation") == 1 + str(refused.value).count("Use forward_kl")
 
 
 def test_texts_that_are_too_short_to_draft_in_are_named(target: str, tmp_path: Path) -> None:

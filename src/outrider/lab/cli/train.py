@@ -402,7 +402,7 @@ def watching(steps: int) -> Iterator[Watcher]:
             done = 0
 
             def on_resume(self, step: int) -> None:
-                console.print(f"the training that was broken off goes on behind step {step}")
+                console.print(f"The training that was broken off goes on after step {step}.")
 
             def on_step(self, step: int, loss: float) -> None:
                 self.done += 1
@@ -418,5 +418,5 @@ def watching(steps: int) -> Iterator[Watcher]:
         try:
             yield Shown()
         except KeyboardInterrupt:
-            console.print("stopped; the same command goes on from the last checkpoint")
+            console.print("The training has stopped. The same command goes on from the last checkpoint.")
             raise

@@ -23,11 +23,8 @@ from outrider.lab.train.target import LogitsOf
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "cross_entropy"]
 LOSSES: tuple[str, ...] = get_args(LossName)
-#: Most numbers in a piece of logits whose loss is computed at once: as fit in a cache, and as keep a GPU busy.
+#: Most logits whose losses are computed at once. A processor keeps so many in its cache, and a GPU needs more to be busy.
 _PIECE = {"cpu": 1 << 19, "other": 1 << 26}
-#: Rows whose logits over a whole vocabulary are there at once. Fewer take longer, since an output layer that is stored in a
-#: few bits is unpacked for each product.
-_ROWS, _SPLIT = 1024, 64
 #: Those that are infinite where the target's probability is known to be 0, as outside its most likely tokens.
 NEEDS_ALL_TOKENS = ("reverse_kl",)
 
@@ -179,6 +176,11 @@ class Depth(NamedTuple):
     ahead: int
 
 
+#: Rows of which the logits of all tokens are computed at once. Fewer rows take longer, since an output layer that is stored
+#: in a few bits is unpacked for each product. These logits are then read so many rows at a time.
+_ROWS, _READ = 1024, 64
+
+
 class Said:
     """Holds what the target says of a batch.
 
@@ -223,7 +225,7 @@ class Said:
         shape, scale = self.batch.token_ids.shape, self.temperature or 1.0
         totals, likeliest = list[Tensor](), list[Tensor]()
         for first in range(0, shape.numel(), _ROWS):
-            for logits in torch.split(self._logits(slice(first, first + _ROWS), None), _SPLIT):
+            for logits in torch.split(self._logits(slice(first, first + _ROWS), None), _READ):
                 totals.append((logits.float() / scale).logsumexp(-1))
                 likeliest.append(logits.argmax(-1))
         return torch.cat(totals).reshape(shape), torch.cat(likeliest).reshape(shape)

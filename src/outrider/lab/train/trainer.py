@@ -53,7 +53,7 @@ class Watcher:
     """Is told of the course of a training; a display overrides what it shows."""
 
     def on_resume(self, step: int) -> None:
-        """A training that was broken off goes on behind this step."""
+        """A training that was broken off goes on after this step."""
 
     def on_step(self, step: int, loss: float) -> None:
         """A step is done."""
