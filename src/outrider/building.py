@@ -272,14 +272,9 @@ class EnginePlan:
                 "Leave it out, or give a model.",
             )
         name = self.model.model
-        if not is_gguf(name):
-            _refuse_drafts(name)
+        _refuse_drafts(name)
         check_sources(model=name)
-        try:
-            return load_model(self.model, tokenizer, kv_tokens=self.cache.kv_cache_tokens)
-        except UnsupportedModelError:
-            _refuse_drafts(name)  # the header of a file is long, and is not read twice where it is that of a model
-            raise
+        return load_model(self.model, tokenizer, kv_tokens=self.cache.kv_cache_tokens)
 
     def _defaults_for(self, runner: ModelRunner, usual: SpeculationDefaults) -> SpeculationDefaults:
         """Returns what the profile recommends, where there is one and it holds for this model and this machine."""

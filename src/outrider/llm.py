@@ -30,6 +30,7 @@ from outrider.engine.stats import EngineStats
 from outrider.engine.thread import EngineThread, Health, Inbox, Mailbox, stream_pieces, write_all
 from outrider.errors import ClosedError, InputError, InvalidParameterError, InvalidPromptError, OutriderError
 from outrider.loading.exclusive import collection_paused
+from outrider.loading.gguf.header import forget_headers
 from outrider.loading.sources import check_sources
 from outrider.options import (
     CallOptions,
@@ -94,8 +95,11 @@ class LLM:
         self._thread.load(partial(build, consume=settings.get("consume", False)))
 
     def _build(self, model: Any, tokenizer: Any | None, draft_model: Any | None, *, consume: bool) -> Engine:
-        with collection_paused():
-            built = self._plan.build(model, tokenizer, draft_model, consume=consume)
+        try:
+            with collection_paused():
+                built = self._plan.build(model, tokenizer, draft_model, consume=consume)
+        finally:
+            forget_headers()
         engine, self.prompts, self.default_params, self._defaults = built
         return engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from transformers import LlamaConfig
 from outrider import LLM, SamplingParams
 from outrider.kernels.library import available_sets
 from outrider.lab.measure.machine import MemoryWatch
-from outrider.loading.gguf.header import watched_reading
+from outrider.loading.gguf import header
+from outrider.loading.gguf.header import read_gguf, watched_reading
+from tests.model import checkpoints
 from tests.model.core import of_formats
 from tests.model.drawn_files import q4_k_m, write_drawn
+from tests.model.gguf_files import Written
 
 pytest.importorskip("gguf")
 pytestmark = of_formats
@@ -44,3 +48,20 @@ def test_a_file_lies_in_memory_once(tmp_path: Path) -> None:
     assert told[-1][0] == told[-1][1] <= size
     assert len(told) > 30
     assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_headers_are_read_once_while_models_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = []
+    for name, layers in (("target", 2), ("draft", 1)):
+        source = checkpoints.save("llama", tmp_path / name, layers=layers)
+        files.append(Written(source, tmp_path / f"{name}.gguf", ("F32",)).path)
+    reads, read = Counter[Path](), header._read
+    monkeypatch.setattr(header, "_read", lambda path: reads.update([path]) or read(path))
+    with LLM(str(files[0]), draft_model=str(files[1])) as llm:
+        assert dict(reads) == dict.fromkeys(files, 1)
+        assert not header._read_parts.cache_info().currsize  # nothing is kept when the models are there
+        assert llm.speculation.candidates
+    before = read_gguf(str(files[1]))
+    assert read_gguf(str(files[1])) is before
+    files[1].write_bytes(files[0].read_bytes())
+    assert read_gguf(str(files[1])).tensors.keys() == read_gguf(str(files[0])).tensors.keys() > before.tensors.keys()

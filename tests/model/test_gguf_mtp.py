@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from outrider import LLM, Mtp, SamplingParams
+from outrider import LLM, DraftModel, Mtp, SamplingParams
 from outrider.cli import options
 from outrider.errors import HeadMismatchError, ModelError, ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.mtp import MtpTensors, name_mtp, read_mtp, read_mtp_config
@@ -26,6 +26,7 @@ from outrider.lab.convert.gguf_family import AS_IT_IS, FileTensor
 from outrider.lab.doctor.examination import model_facts
 from outrider.lab.prove.tiny_heads import save_random_mtp
 from outrider.lab.tune.tuner import candidates
+from outrider.propose.defaults import drafter_at
 from tests.model.core import core
 from tests.model.gguf_families import SHAPES, as_ling, save
 from tests.model.gguf_files import Kinds, Written
@@ -193,6 +194,9 @@ def test_a_file_of_the_layers_alone_drafts_for_the_model_of_another(
     assert watch.num_rows > 4
     with pytest.raises(UnsupportedModelError, match="carries no layers"):
         llm.generate([PROMPT], GREEDY, speculation=way())
+    assert [type(drafter_at(str(path))) for path in (alone, whole.path, trunk.path)] == [Mtp, DraftModel, DraftModel]
+    with pytest.raises(UnsupportedModelError, match=r"drafts for a target \(method mtp\)"):
+        LLM(str(alone))
 
 
 def trimmed(path: Path, out: Path, drop: tuple[str, ...] = ("blk.0.", "blk.1.", "blk.2.", "blk.3.")) -> Path:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, Mtp, SamplingParams
 from outrider.cli.app import app
 from outrider.errors import InputError, InvalidParameterError, ModelLoadError, StorageError, UnsupportedModelError
 from outrider.heads.formats.mtp import name_mtp, read_mtp
@@ -22,6 +22,7 @@ from outrider.lab.train import features as mtp
 from outrider.lab.train.features import MtpSettings
 from outrider.lab.train.run import Job, train_heads
 from outrider.lab.train.target import FrozenTarget
+from outrider.propose.defaults import drafter_at
 from outrider.records import read_manifest
 from tests.model import checkpoints
 from tests.model.mtp_reference import MtpReference
@@ -88,7 +89,8 @@ def test_a_new_layer_learns_what_comes_and_learns_on(job: Job) -> None:
     assert found.stats is not None
     assert found.stats.mean_acceptance_length > 2.3  # the engine accepts it
     assert "| begun with | a new layer |" in (job.out / "README.md").read_text()
-    with LLM(job.target, dtype="float32", speculation={"method": "mtp", "model": str(job.out)}) as llm:
+    assert drafter_at(str(job.out)) == Mtp(model=str(job.out))
+    with LLM(job.target, dtype="float32", draft_model=str(job.out), speculation={"method": "mtp"}) as llm:
         assert llm.generate([[1, 2]], SamplingParams(seed=1, max_tokens=60))[0].stats.mean_acceptance_length > 1.9
     few = SETTINGS.replace(steps=2, evaluate_every=2, engine_prompts=0, lr=1e-4)
     more = train_heads(replace(job, out=job.out.with_name("more"), settings=few), NEW.replace(init=str(job.out)))

@@ -298,8 +298,8 @@ def test_a_folder_takes_one_training(job: Job, tmp_path: Path) -> None:
         train_draft(job, DistillSettings(), shape=SHAPE)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(InvalidParameterError, match="holds files"):
-        train_draft(replace(job, out=tmp_path / "mine"), DistillSettings(), shape=SHAPE)
+    with pytest.raises(InvalidParameterError, match="holds files"):  # which is told before the target is loaded
+        train_draft(replace(job, out=tmp_path / "mine", target="no such model"), DistillSettings(), shape=SHAPE)
     with pytest.raises(InvalidParameterError, match=r"letter\.txt.*it is a file"):
         train_draft(replace(job, out=tmp_path / "mine" / "letter.txt"), DistillSettings(), shape=SHAPE)
     with pytest.raises(StorageError, match=r"letter\.txt"):

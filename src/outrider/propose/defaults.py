@@ -152,15 +152,18 @@ def _with_draft(config: SpeculationConfig, draft_model: str) -> SpeculationConfi
 
 
 def drafter_at(source: str) -> Method:
-    """The method that drafts with what lies at a path: an assistant of Gemma 4, a head, or a draft model."""
+    """The method that drafts with what lies at a path: an assistant of Gemma 4, a head, layers that predict several
+    tokens, or a draft model."""
     if not Path(source).exists():
         return DraftModel(model=source)
     from outrider.heads.assistant import is_assistant  # which imports torch
     from outrider.heads.checkpoint import method_of_heads
+    from outrider.heads.formats.mtp import holds_mtp_alone
     from outrider.heads.formats.published import method_at
 
     try:
         name = "gemma4_assistant" if is_assistant(source) else method_at(source) or method_of_heads(source)
+        name = "mtp" if name is None and holds_mtp_alone(source) else name
     except ModelError:
         name = None  # it is told of when it is loaded
     return DraftModel(model=source) if name is None else find(name).model_validate({"model": source})

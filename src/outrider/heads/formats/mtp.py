@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from outrider.errors import ModelLoadError, UnsupportedModelError
 from outrider.heads.formats.folder import HeadTensor, list_tensors, read_tensors
 from outrider.heads.lone import lone_config
 from outrider.loading.gguf.header import is_gguf
-from outrider.loading.gguf.prediction import PredictionLayers, carries_prediction_layers
+from outrider.loading.gguf.prediction import PredictionLayers, carries_prediction_layers, holds_prediction_layers_alone
 
 _DOWNLOAD = "Download or save the checkpoint again."
 #: Types of models in whose checkpoints such a layer is two: attention, and behind it experts.
@@ -143,6 +144,18 @@ def carries_mtp(folder: str, config: Any) -> bool:
     if is_gguf(folder):
         return carries_prediction_layers(folder, config)
     return _layout_of(config, list_tensors(folder)) is not None
+
+
+def holds_mtp_alone(path: str) -> bool:
+    """Tells if a folder or a GGUF file holds such layers and no model beside them, which would have a configuration.
+    Raises ModelError for what cannot be read."""
+    if is_gguf(path):
+        return holds_prediction_layers_alone(path)
+    if (Path(path) / "config.json").exists():
+        return False
+    names = list_tensors(path)
+    found = ((layout, layout.layer.fullmatch(name)) for layout in _LAYOUTS for name in names)
+    return any(match and (layout.shared is not None or match[2] in layout.own) for layout, match in found)
 
 
 def new_mtp_config(config: Any) -> MtpConfig:

@@ -116,15 +116,17 @@ def _train(
     job: Job, asked: dict[str, Any], make: Callable[[FrozenTarget, Manifest], Trainee], watcher: Watcher | None
 ) -> Outcome:
     manifest = read_manifest(job.data)
+    plan = _plan(job, asked, manifest)
+    _check_folder(job.out, plan)
     widened = job.dtype == "auto" and job.settings.precision == "fp32"
     target = FrozenTarget(_target_of(job, manifest), job.dtype, own_device(), job.activations, widened=widened)
     target.check_fits(manifest, job.data)
     trainee = make(target, manifest)
     _check_length(job.settings.length, trainee)
     data = load_data(job.data, length=job.settings.length, rows=trainee.rows)
-    plan = _plan(job, asked, manifest)
     with main_process_first():
-        _open(job.out, plan)
+        if not (job.out / TRAINING).exists():
+            write_text(job.out / TRAINING, json.dumps(plan, indent=1) + "\n")
     how = {"dtype": job.dtype, "activations": job.activations}
     judge = Judge(target.name, how, trainee, data, job.settings) if job.settings.engine_prompts else None
     trainer = Trainer(trainee, data, job.settings, job.out, target.vocab_size, judge=judge, watcher=watcher)
@@ -164,8 +166,8 @@ def _finish(job: Job, plan: dict[str, Any], trainee: Trainee, outcome: Outcome, 
     return outcome
 
 
-def _open(out: Path, plan: dict[str, Any]) -> None:
-    """Begin in an empty folder, or go on where the same training was broken off."""
+def _check_folder(out: Path, plan: dict[str, Any]) -> None:
+    """A training begins in an empty folder, or goes on in the one of the same training that was broken off."""
     file = out / TRAINING
     if not file.exists():
         if out.exists() and not out.is_dir():
@@ -173,7 +175,6 @@ def _open(out: Path, plan: dict[str, Any]) -> None:
         if out.exists() and any(out.iterdir()):
             problem = "the folder holds files, and no training that could go on"
             raise InvalidParameterError("out", str(out), problem, "Use a new folder.")
-        write_text(file, json.dumps(plan, indent=1) + "\n")
         return
     found = _read(file)
     if "result" in found:

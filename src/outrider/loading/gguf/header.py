@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from mmap import ACCESS_COPY, mmap
@@ -117,10 +118,31 @@ def is_gguf(model: str) -> bool:
 
 
 def read_gguf(model: str) -> GgufFile:
-    """Read the header of a file, and of those that belong to it."""
+    """Read the header of a file, and of those that belong to it. It is kept until `forget_headers`, since several ask for
+    it while a model is loaded, and a large vocabulary takes a tenth of a second."""
+    paths = parts_of(model)
+    return _read_parts(model, tuple((path, *_changed(path)) for path in paths))
+
+
+def forget_headers() -> None:
+    """Let go of the headers that were read: their lists of strings, and the mapped files."""
+    _read_parts.cache_clear()
+
+
+def _changed(path: Path) -> tuple[int, int]:
+    """When a file was changed, in ns, and its bytes; both 0 where there is none, which reading it tells."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=2)  # a model, and what drafts for it
+def _read_parts(model: str, parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
     metadata: dict[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
-    paths = parts_of(model)
+    paths = [path for path, _, _ in parts]
     for place, path in enumerate(paths):
         try:
             found, held, is_joined = _read(path)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -123,15 +122,18 @@ class PredictionLayers:
 def carries_prediction_layers(path: str, config: Any) -> bool:
     """Tells whether a file of this model holds such layers. Raises ModelLoadError for a file that cannot be read."""
     first = int(config.num_hidden_layers)
-    changed = Path(path).stat().st_mtime_ns if Path(path).is_file() else 0
-    return any(number >= first for number in _predicting(path, changed))
+    return any(number >= first for number in _layers(path, _FC))
 
 
-@lru_cache(maxsize=4)
-def _predicting(path: str, changed: int) -> tuple[int, ...]:
-    """The numbers of these layers in a file that was changed at this time. Several ask, and a header of many strings takes
-    a quarter of a second to read."""
-    return tuple(number or 0 for number, part in map(layer_part, read_gguf(path).tensors) if part == _FC)
+def holds_prediction_layers_alone(path: str) -> bool:
+    """Tells whether a file holds such layers and not those before them. Raises ModelLoadError as above."""
+    return bool(_layers(path, _FC)) and 0 not in _layers(path)
+
+
+def _layers(path: str, wanted: str | None = None) -> set[int]:
+    """The numbers of the layers of a file; if a part is given, of those that have it."""
+    parts = map(layer_part, read_gguf(path).tensors)
+    return {number for number, part in parts if number is not None and wanted in (None, part)}
 
 
 def _check_target(path: str, found: Any, config: Any) -> None:
