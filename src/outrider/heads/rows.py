@@ -29,10 +29,14 @@ class TextRows(NamedTuple):
         """Their positions."""
         return range(self.start, self.start + len(self.token_ids))
 
-    def followed_by(self, text: TextRows) -> TextRows:
-        """These rows and those behind them."""
-        hidden = {layer: torch.cat([rows, text.hidden[layer]]) for layer, rows in self.hidden.items()}
-        return self._replace(token_ids=self.token_ids + text.token_ids, hidden=hidden)
+    @staticmethod
+    def joined(pieces: Sequence[TextRows]) -> TextRows:
+        """Rows that follow one another, as one."""
+        if len(pieces) == 1:
+            return pieces[0]
+        token_ids = [token for piece in pieces for token in piece.token_ids]
+        hidden = {layer: torch.cat([piece.hidden[layer] for piece in pieces]) for layer in pieces[0].hidden}
+        return pieces[0]._replace(token_ids=token_ids, hidden=hidden)
 
 
 @dataclass

@@ -41,27 +41,28 @@ class ProposerBesideTarget(Proposer):
         self.added: AddedLayers = head.join()
         self.requires = Requirements(aux_layers=head.aux_layers, added_layers=self.added)
         self._features: dict[int, LastFeatures] = {}  # by sequence
-        # Rows that are not read yet, by sequence. If nothing is drafted for a text, its rows wait until their block is
-        # full. So the head makes one pass for a whole block of such a text, and not one in each step.
-        self._waiting: dict[int, TextRows] = {}
+        # Rows that are not read yet, by sequence, as their passes brought them. If nothing is drafted for a text, its rows
+        # wait until their block is full. So the head makes one pass for a whole block of such a text, and not one in each
+        # step.
+        self._waiting: dict[int, list[TextRows]] = {}
         self._asked: set[int] = set()  # sequences that have been drafted for since they were last observed
 
     @torch.inference_mode()
     def observe(self, rows: Sequence[ObservedRows]) -> None:
         read = []
         for seen in rows:
-            text, number = self._unread_rows(seen), seen.sequence.seq_id
-            if text is not None and (self.keeps_up or number in self._asked or self._fills_block(text)):
-                read.append((seen.sequence, text))
-            elif text is not None:
-                self._waiting[number] = text._replace(hidden={layer: each.clone() for layer, each in text.hidden.items()})
+            pieces, number = self._unread_rows(seen), seen.sequence.seq_id
+            if pieces:
+                self._waiting[number] = pieces
+            if pieces and (self.keeps_up or number in self._asked or self._fills_block(pieces)):
+                read.append((seen.sequence, self._waiting_rows(seen.sequence)))
             self._asked.discard(number)
-        self._read(read)
+        self._read([(sequence, text) for sequence, text in read if text is not None])
 
-    def _fills_block(self, text: TextRows) -> bool:
+    def _fills_block(self, pieces: Sequence[TextRows]) -> bool:
         """Whether others may find a block with these rows from now on, so that they cannot wait."""
         size = self.added.block_size
-        return text.span.stop // size > text.start // size
+        return pieces[-1].span.stop // size > pieces[0].start // size
 
     @torch.inference_mode()
     def _catch_up(self, requests: Sequence[ProposeRequest]) -> None:
@@ -73,10 +74,13 @@ class ProposerBesideTarget(Proposer):
     def _waiting_rows(self, sequence: ProposerSequence) -> TextRows | None:
         """The rows of a text that wait; None if none do, or if they do not follow what the head holds, as after a
         preemption."""
-        text = self._waiting.pop(sequence.seq_id, None)
-        own = None if text is None else sequence.token_ids[text.start : text.span.stop]
-        stands = text is not None and text.start == self.added.num_filled(sequence.kv) and text.token_ids == list(own or ())
-        return text._replace(kv=sequence.kv) if text is not None and stands else None
+        pieces = self._waiting.pop(sequence.seq_id, None)
+        if pieces is None:
+            return None
+        text = TextRows.joined(pieces)
+        own = list(sequence.token_ids[text.start : text.span.stop])
+        stands = text.start == self.added.num_filled(sequence.kv) and text.token_ids == own
+        return text._replace(kv=sequence.kv) if stands else None
 
     def _read(self, read: Sequence[tuple[ProposerSequence, TextRows]]) -> None:
         """Let the head hold these rows, too."""
@@ -109,17 +113,20 @@ class ProposerBesideTarget(Proposer):
         kept = len(self._features.keys() | self._waiting.keys() | self._asked)
         assert not kept, f"the head still keeps something of {kept} texts"
 
-    def _unread_rows(self, seen: ObservedRows) -> TextRows | None:
+    def _unread_rows(self, seen: ObservedRows) -> list[TextRows]:
         """The rows that stand, from the token on that the head does not hold yet, behind those that waited; where that one
         is not among them, only what waited."""
-        kv, waiting = seen.sequence.kv, self._waiting_rows(seen.sequence)
-        held = self.added.num_filled(kv) if waiting is None else waiting.span.stop
+        kv, waiting = seen.sequence.kv, self._waiting.pop(seen.sequence.seq_id, [])
+        filled = self.added.num_filled(kv)
+        if waiting and waiting[0].start != filled:  # as after a preemption
+            waiting = []
+        held = waiting[-1].span.stop if waiting else filled
         places = [row for row in seen.where(RowStatus.TEXT, RowStatus.ACCEPTED) if seen.positions[row] >= held]
         if not places or seen.positions[places[0]] != held:
             return waiting
         hidden = {layer: seen.aux_hidden_states[layer][rows_at(places)] for layer in self.added.aux_layers}
-        text = TextRows(kv, held, [seen.token_ids[place] for place in places], hidden)
-        return text if waiting is None else waiting.followed_by(text)
+        hidden = {layer: rows.clone() for layer, rows in hidden.items()}  # a view would keep the rows of the whole pass
+        return [*waiting, TextRows(kv, held, [seen.token_ids[place] for place in places], hidden)]
 
     def _features_before(self, sequence: ProposerSequence, text: TextRows, like: Tensor) -> Tensor:
         """The features [feature_size] before the first row; zeros before the first token, whose slot nobody sees."""

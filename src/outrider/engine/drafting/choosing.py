@@ -148,6 +148,8 @@ class MethodChoice:
         if self._all_rest():
             return
         self.decisions.clear()
+        if not decoding:
+            return
         for seq in decoding:
             self._begin(seq)
         for found in self._sets.alive:
@@ -216,7 +218,7 @@ class MethodChoice:
     def shadows(self) -> list[tuple[Sequence, Method, Shadow]]:
         """Idle methods that are to be scored in this step."""
         found = []
-        for choice_set in self._sets.alive:
+        for choice_set in self._sets.alive if self._decoding else ():
             with self._contained(choice_set):
                 if not choice_set.governor.scores_now:
                     continue
