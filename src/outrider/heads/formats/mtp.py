@@ -151,7 +151,7 @@ def holds_mtp_alone(path: str) -> bool:
     Raises ModelError for what cannot be read."""
     if is_gguf(path):
         return holds_prediction_layers_alone(path)
-    if (Path(path) / "config.json").exists():
+    if not Path(path).is_dir() or (Path(path) / "config.json").exists():
         return False
     names = list_tensors(path)
     found = ((layout, layout.layer.fullmatch(name)) for layout in _LAYOUTS for name in names)
