@@ -195,6 +195,9 @@ def test_a_file_of_the_layers_alone_drafts_for_the_model_of_another(
     with pytest.raises(UnsupportedModelError, match="carries no layers"):
         llm.generate([PROMPT], GREEDY, speculation=way())
     assert [type(drafter_at(str(path))) for path in (alone, whole.path, trunk.path)] == [Mtp, DraftModel, DraftModel]
+    with LLM(str(trunk.path), draft_model=str(alone)) as llm:
+        assert "mtp" in {each.name for each in llm.speculation.candidates}
+        assert llm.generate([PROMPT], GREEDY)
     with pytest.raises(UnsupportedModelError, match=r"drafts for a target \(method mtp\)"):
         LLM(str(alone))
 
