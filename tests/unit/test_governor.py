@@ -495,6 +495,42 @@ def test_a_batch_rests_only_where_the_same_texts_go_on_plainly() -> None:
     assert not governor.rests([1, 2]), "the plan is due"
 
 
+def test_a_batch_that_rests_is_observed_in_some_steps_and_earns_in_all() -> None:
+    judged = Governor([MethodCandidate("draft", 4, prior=0.01)], CostTable.assumed(0.05))
+    work, times, rested = StepWork(1, 1, 10), StepTimes(0.0, 0.05, 0.0), 16
+    judged.begin(1)
+    judged.decide([Running(1, 10, 4, ("draft",))])
+    judged.observe_step(work, times)
+    judged._exploration.spend(0.2)
+    passes, left = judged._here.costs.passes, judged._exploration.left
+    for _ in range(rested):
+        judged.rest()
+        judged.observe_step(work, times)
+    assert passes._step == 1 + rested // governor._OBSERVES_EVERY
+    assert judged._exploration.left - left == pytest.approx(rested * exploration.SHARE * 0.05, rel=0.02)
+
+
+def test_idle_methods_are_asked_for_where_one_of_them_can_be_paid() -> None:
+    """Asking takes time, and so it waits until what was saved pays for the cheapest of those that were idle."""
+
+    def asked(method: MethodCandidate, reading: float) -> int:
+        table = CostTable({1: 0.05, 64: 0.2}, 0.0, {"idle": {1: reading, 128: reading}})
+        judged, running = Governor([method], table), Running(1, 500, 4, ("idle",), {"idle": 400})
+        judged.begin(1)
+        number = 0
+        for _ in range(32):
+            judged.decide([running])
+            judged._plan = DraftPlan()
+            number += judged.scores_now
+            for shadow in judged.shadows([running]) if judged.scores_now else ():
+                judged.observe_shadow_seconds(shadow.method, 1, reading)
+            judged.observe_step(StepWork(1, 1, 500), StepTimes(0.0, 0.05, 0.0))
+        return number
+
+    assert asked(MethodCandidate("idle", 4, prior=0.01), reading=1e-5) >= 30
+    assert asked(MethodCandidate("idle", 4, prior=0.01), reading=0.5) <= 9
+
+
 def test_what_is_learnt_belongs_to_a_number_of_texts_and_a_context() -> None:
     knowledge = BatchKnowledgeTable(CostModel(CostTable({1: 1.0, 8: 1.0})))
     here = knowledge.of(1, 100)

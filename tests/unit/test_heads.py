@@ -23,6 +23,7 @@ from outrider.heads.networks import (
     randomise,
     read_config,
 )
+from outrider.propose.beside_target import _alone
 
 TARGET = HeadTarget(name="t", model_type="llama", num_layers=4, hidden_size=6, vocab_size=11)
 CONFIGS = [
@@ -176,3 +177,12 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatc
         save_heads(tmp_path, made(CONFIGS[0], seed=1), witness())
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+def test_rows_that_are_kept_keep_no_others_of_their_pass() -> None:
+    """Rows of a text wait for its head until their block is full, and the pass of a prompt may have thousands."""
+    rows = torch.randn(128, 8)
+    kept = _alone(rows[:1])
+    assert torch.equal(kept, rows[:1])
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+    assert _alone(rows) is rows

@@ -156,6 +156,12 @@ class ExplorationBudget(SecondsBucket):
         self.earn(times.total, costs.step_seconds(work.texts, work.context))
         self._open = None
 
+    def end_rest(self, times: StepTimes) -> None:
+        """A plain step has ended, of which nothing else is to be learnt."""
+        if self._open is not None:
+            self.earn(times.total, self._open.plain)
+            self._open = None
+
 
 # --- What is learnt and held for one number of texts behind contexts of one length, apart from all others.
 #

@@ -35,6 +35,8 @@ HOLDS = 4
 #: plan holds for n times as many steps, and idle methods are scored in every n-th step. Shows in benchmarks.governor at
 #: batch 32.
 _TEXTS_A_STEP = 4
+#: Where all go on plainly, costs are observed in one step of so many. Shows in benchmarks.governor_rivals, the overhead.
+_OBSERVES_EVERY = 4
 #: By which factor drafting must be expected to beat plain decoding to begin and to go on, and another plan the present one.
 #: Shows in test_it_does_not_oscillate.
 _BEGINS, _GOES_ON, _BEATS_PLAN = 1.05, 1.02, 1.03
@@ -81,6 +83,7 @@ class Governor:
         self._since_longer: Counter[int] = Counter()
         self._batch: tuple[int, ...] = ()
         self._age, self._step, self._changed = 0, 0, True
+        self._rests = False
         self._exploration = ExplorationBudget(self._here.costs.step_seconds(1, 0))
         self._shadows = Shadows(self.candidates, self._exploration, read_at_once)
         self._places = Places()
@@ -110,12 +113,14 @@ class Governor:
         """A step in which everybody does what was decided for the one before it."""
         self._step += 1
         self._age += 1
+        self._rests = True
         self.chosen["none", 0] += len(self._batch)
         self._exploration.begin_step(StepWork(len(self._batch), len(self._batch), 0), self._here.costs)
 
     def decide(self, running: Sequence[Running]) -> dict[int, Decision]:
         """The decision for each request in the coming step."""
         self._step += 1
+        self._rests = False
         self._here = self._knowledge.of(len(running), sum(each.context for each in running))
         self._places.see(self._step, (each.request for each in running))
         free = [each for each in running if each.longest > 0 and each.methods]
@@ -269,7 +274,8 @@ class Governor:
     @property
     def scores_now(self) -> bool:
         """True if idle methods are scored in this step."""
-        return self._step % _pause(len(self._batch)) == 0 and not self._exploration.is_empty
+        is_due = self._step % _pause(len(self._batch)) == 0 and self._shadows.may_be_due(self._step)
+        return is_due and not self._exploration.is_empty
 
     def shadows(self, running: Sequence[Running]) -> list[Shadow]:
         """Idle methods to score in this step, within their share of the time."""
@@ -331,10 +337,13 @@ class Governor:
 
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""
-        work = self._exploration.as_begun(work)
-        knowledge = self._knowledge.of(work.texts, work.context)
-        knowledge.plain_due |= knowledge.costs.observe(work, times)
-        self._exploration.end_step(work, times, knowledge.costs)
+        if self._rests and self._step % _OBSERVES_EVERY:
+            self._exploration.end_rest(times)
+        else:
+            work = self._exploration.as_begun(work)
+            knowledge = self._knowledge.of(work.texts, work.context)
+            knowledge.plain_due |= knowledge.costs.observe(work, times)
+            self._exploration.end_step(work, times, knowledge.costs)
         self._shadows.earn(times.total, _pause(len(self._batch)))
 
 

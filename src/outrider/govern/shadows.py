@@ -32,6 +32,9 @@ _SAVED_STEPS = 16.0
 #: Tokens that should be new before a method with a model of its own reads them to be scored. Shows in
 #: benchmarks.governor_rivals, the change.
 SHADOW_TOKENS = 12
+#: Steps after which it is asked again which methods are idle, where what was saved does not pay for those that were. Shows
+#: in benchmarks.governor_rivals, the overhead.
+_ASKS_AGAIN = 4
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,23 @@ class Shadows:
         self._begun: dict[int, int] = {}
         self._tried: dict[tuple[int, str], int] = {}
         self._usual: dict[str, float] = {}
+        self._asks_at = 0  # the step in which it is asked again in any case
+        self._least: dict[bool, float] = {}  # by kind as in `_saved`, the least that one of the idle methods costs
 
     def begin(self, request: int, step: int) -> None:
         """A request begins."""
         self._begun[request] = step
+        self._asks_at = step
 
     def finish(self, request: int) -> None:
         """A request has ended."""
         self._begun.pop(request, None)
         for key in [key for key in self._tried if key[0] == request]:
             del self._tried[key]
+
+    def may_be_due(self, step: int) -> bool:
+        """False where no method that was idle when it was last asked can be paid for."""
+        return step >= self._asks_at or any(self._saved[lookup] >= least for lookup, least in self._least.items())
 
     def due(
         self, running: Sequence[Running], drafting: Mapping[int, tuple[str, int]], step: int, costs: CostModel
@@ -92,6 +102,8 @@ class Shadows:
         found += self._affordable(models[:1], self._saved.get(False, 0.0))  # it is saved for the one whose turn it is
         for shadow in found:
             self._tried[shadow.request, shadow.method] = step
+        self._asks_at = step + (1 if found else _ASKS_AGAIN)
+        self._least = {each[0].lookup: min(idle.cost for idle in each) for each in (lookups, models[:1]) if each}
         return found
 
     def observe_seconds(self, method: str, texts: int, seconds: float, costs: CostModel) -> None:

@@ -125,7 +125,7 @@ class ProposerBesideTarget(Proposer):
         if not places or seen.positions[places[0]] != held:
             return waiting
         hidden = {layer: seen.aux_hidden_states[layer][rows_at(places)] for layer in self.added.aux_layers}
-        hidden = {layer: rows.clone() for layer, rows in hidden.items()}  # a view would keep the rows of the whole pass
+        hidden = {layer: _alone(rows) for layer, rows in hidden.items()}
         return [*waiting, TextRows(kv, held, [seen.token_ids[place] for place in places], hidden)]
 
     def _features_before(self, sequence: ProposerSequence, text: TextRows, like: Tensor) -> Tensor:
@@ -148,6 +148,11 @@ class ProposerBesideTarget(Proposer):
         return Growth.of(request, request.budget if ready else 0, depth, self._min_confidence)
 
 
+def _alone(rows: Tensor) -> Tensor:
+    """The rows without the others of their pass, which a view would keep."""
+    return rows if rows.untyped_storage().nbytes() == rows.nbytes else rows.clone()
+
+
 @dataclass(frozen=True)
 class LastFeatures:
     """Features of the last tokens that a head holds of a text: all that it may go on behind. A draft model may take back
@@ -164,7 +169,7 @@ class LastFeatures:
             kept = before.rows[max(first - before.start, 0) : text.start - before.start]
             return LastFeatures(text.start - len(kept), torch.cat([kept, rows]))
         start = max(first, text.start)
-        return LastFeatures(start, rows[start - text.start :].clone())  # a view would keep all rows
+        return LastFeatures(start, _alone(rows[start - text.start :]))
 
     def at(self, position: int) -> Tensor:
         """The feature [feature_size] of a token."""
