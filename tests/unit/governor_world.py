@@ -45,6 +45,7 @@ class Method:
         exists: Chance that it has anything to say.
         lookup: Whether it has no model of its own.
         fades: By which factor each further token of one draft stands less often than the one before it.
+        keeps_up: Whether its own model reads the text as it is written, so that it is never scored on what it has to read.
     """
 
     level: float
@@ -52,6 +53,7 @@ class Method:
     exists: Script = ALWAYS
     lookup: bool = False
     fades: float = 1.0
+    keeps_up: bool = False
 
 
 @dataclass
@@ -235,7 +237,8 @@ def run(
     while step < steps if steps else (count < fixed or present):
         places = 0 if world.together and present else load(step)
         while len(present) < places and (not fixed or count < fixed):
-            present.append(TextState(count, lags=dict.fromkeys(world.methods, world.prompt)))
+            lags = {name: 0 if method.keeps_up else world.prompt for name, method in world.methods.items()}
+            present.append(TextState(count, lags=lags))
             if isinstance(policy, CountingGovernor):
                 policy.begin(count)
             count += 1
@@ -319,7 +322,7 @@ def _step(world: World, policy: Policy, texts: list[TextState], log: Log, step: 
         log.tokens += written
         for name in world.methods:
             used = decisions[text.index].method == name
-            text.lags[name] = 0 if used else text.lags.get(name, 0) + written
+            text.lags[name] = 0 if used or world.methods[name].keeps_up else text.lags.get(name, 0) + written
         if isinstance(policy, CountingGovernor) and decisions[text.index].method is not None:
             decision = decisions[text.index]
             assert decision.method is not None
@@ -366,7 +369,8 @@ def _shadow(world: World, governor: Governor, texts: list[TextState], log: Log, 
 
 def governor_of(world: World) -> CountingGovernor:
     """A governor that knows the world's costs as a calibration would."""
-    return CountingGovernor([MethodCandidate(n, 16, m.lookup) for n, m in world.methods.items()], world.table())
+    methods = world.methods.items()
+    return CountingGovernor([MethodCandidate(n, 16, m.lookup, not m.keeps_up) for n, m in methods], world.table())
 
 
 def best_fixed(world: World, **how: Any) -> tuple[Policy, float]:

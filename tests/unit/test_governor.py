@@ -156,6 +156,29 @@ def test_it_is_on_within_200_steps_of_a_method_turning_good(kind: str, passes: d
     assert log.on[turned + 200 :].count(0.0) <= 0.15 * len(log.on[turned + 200 :])
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("passes", [FLAT, STEEP], ids=["rows cost little", "rows cost much"])
+def test_a_head_is_tried_now_and_then_since_nothing_else_tells_of_it(passes: dict[int, float], seed: int) -> None:
+    """It has read the text at all times, so that it is never scored on what it has to read."""
+    head = Method(0.06, until(1000, 0.0, 0.8), keeps_up=True)
+    log = run(World({"head": head}, passes, seed=seed), governor_of(World({"head": head}, passes)), tokens=2500)
+    turned = log.step_at(1000)
+    assert sum(log.true[40:turned]) <= 1.01 * sum(log.plain[40:turned])
+    assert log.on[turned + 200 :].count(0.0) <= 0.15 * len(log.on[turned + 200 :])
+    assert "a token, to see what drafts are worth here" in log.reasons
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_head_is_tried_beside_a_lookup_that_has_little_to_say(seed: int) -> None:
+    head, lookup = Method(0.06, until(1000, 0.0, 0.8), keeps_up=True), looking_up(always(0.8), always(0.1))
+    world = World({"head": head, "lookup": lookup}, FLAT, seed=seed)
+    log = run(world, governor_of(world), tokens=2500)
+    turned = log.step_at(1000)
+    assert sum(log.true[:turned]) <= 1.01 * sum(log.plain[:turned])
+    later = log.methods[turned + 200 :]
+    assert later.count("head") >= 0.5 * len(later)
+
+
 @pytest.mark.by_change("src/outrider/govern/")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_it_does_not_oscillate(seed: int) -> None:

@@ -213,6 +213,7 @@ class MethodCandidate:
     name: str  # unlike all others
     longest: int  # most draft tokens
     lookup: bool = False  # whether it needs no model of its own, so that it costs little and has nothing to read first
+    scored: bool = True  # whether a model can be scored while it is idle; one that cannot is tried now and then
     in_one_pass: bool = False  # whether a draft takes one pass of its own, however long it is
     ends_drafts: bool = False  # whether it ends drafts by itself, before the length that it is asked for
     prior: float = 0.6  # chance that its draft tokens stand, before anything was seen
@@ -254,9 +255,9 @@ class Decision:
     method: str | None  # who drafts; None decodes plainly
     num_draft_tokens: int  # most that it may draft
     reason: str  # in words
-    #: The reason in one word, to count by: a draft "pays", or is "longer" to measure it; "plain" is to be measured; a draft
-    #: would be a "loss", or cost more than trials may ("saving"); "fixed" is what had no choice, "fault" what no governor
-    #: decided.
+    #: The reason in one word, to count by: a draft "pays", is "longer" to measure it, or is a "trial"; "plain" is to be
+    #: measured; a draft would be a "loss", or cost more than trials may ("saving"); "fixed" is what had no choice, "fault"
+    #: what no governor decided.
     why: str = "pays"
 
 

@@ -50,6 +50,9 @@ _PLAIN_FIRST, _SURE = 3, 0.25
 #: the time that this may take. Shows in benchmarks.governor_rivals, the best fixed length.
 _LONGER_EVERY, _LONGER_SHARE = 12, 0.008
 
+#: The share of what a trial costs that is paid for it at least, however much it is expected to bring.
+_LEAST_PRICE = 0.25
+
 
 class Governor:
     """Decides step by step.
@@ -70,6 +73,8 @@ class Governor:
         self._read_at_once = read_at_once
         self.candidates = {each.name: each for each in candidates}
         self._lookups = frozenset(each.name for each in candidates if each.lookup)
+        single = [each for each in candidates if each.composite is None and each.alone and not each.lookup]
+        self._tried = tuple(each.name for each in single if not each.scored)
         in_one_pass = [each.name for each in candidates if each.in_one_pass]
         self._knowledge = BatchKnowledgeTable(CostModel(table, sorted(self._lookups), in_one_pass))
         self._differences = {each.name: Differences() for each in candidates if each.composite is not None}
@@ -80,6 +85,7 @@ class Governor:
         self._max_rows = max_rows
         self._plan, self._plan_reason = DraftPlan(), ""
         self._outlooks: dict[tuple[int, str], Outlook] = {}  # by which the plan was made
+        self._trial: tuple[int, str] | None = None  # of the latest step: for whom, and who drafts
         self._since_longer: Counter[int] = Counter()
         self._batch: tuple[int, ...] = ()
         self._age, self._step, self._changed = 0, 0, True
@@ -107,7 +113,8 @@ class Governor:
 
     def rests(self, requests: Sequence[int]) -> bool:
         """True if nothing has to be decided for these requests: all of them go on as plainly as before."""
-        return not self._plan.rows and self._batch == tuple(requests) and self._plan_holds()
+        goes_on = not self._plan.rows and self._trial is None
+        return goes_on and self._batch == tuple(requests) and self._plan_holds()
 
     def rest(self) -> None:
         """A step in which everybody does what was decided for the one before it."""
@@ -127,6 +134,7 @@ class Governor:
         if free and self._must_plan(running):
             self._make_plan(running, free)
         measuring = bool(free) and self._is_time_for_plain(len(running) + sum(each.forced for each in running))
+        self._trial = None if measuring else self._shadows.trial(self._prices(free), self._step)
         decisions = {each.request: self._decision(each, measuring=measuring) for each in running}
         work = most_work(self.candidates, running, decisions, self._read_at_once)
         if not self._exploration.begin_step(work, self._here.costs, promises_much=self._here.gain >= MUCH):
@@ -255,9 +263,30 @@ class Governor:
         here.plain_due = False
         return bool(due)
 
+    def _prices(self, free: Sequence[Running]) -> dict[tuple[int, str], float]:
+        """Seconds that a draft of one token is expected to lose, by request and by method that only trials can tell of,
+        where that does not draft as it is."""
+        costs, plan, found = self._here.costs, self._plan.rows, dict[tuple[int, str], float]()
+        for each in free if self._tried else ():
+            chosen = plan.get(each.request, (None, 0))[0]
+            used = () if chosen is None else self.candidates[chosen].members
+            for name in self._tried:
+                if name in each.methods and name not in used:
+                    found[each.request, name] = self._price(each, name, len(self._batch), costs)
+        return found
+
+    def _price(self, each: Running, method: str, num_texts: int, costs: CostModel) -> float:
+        plain, outlook = costs.step_seconds(num_texts, 0), self.acceptance.outlook(each.request, method)
+        longer = costs.step_seconds(num_texts + 1, 0) - plain + costs.draft_seconds(method, 1, 1)
+        longer += costs.reading_seconds(method, self.candidates[method].reads(each, self._read_at_once))
+        instead = plain * (self._here.gain - 1.0) if each.request in self._plan.rows else 0.0
+        return max(longer + instead - outlook.tokens(1) * plain / num_texts, _LEAST_PRICE * longer)
+
     def _decision(self, each: Running, *, measuring: bool) -> Decision:
         if each.longest <= 0 or not each.methods:
             return Decision(None, 0, each.why_plain or "nothing could draft", "fixed")
+        if self._trial is not None and self._trial[0] == each.request:
+            return Decision(self._trial[1], 1, "a token, to see what drafts are worth here", "trial")
         if measuring:
             return Decision(None, 0, "plain, to measure it", "plain")
         method, rows = self._plan.rows.get(each.request, (None, 0))

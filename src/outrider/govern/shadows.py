@@ -106,6 +106,18 @@ class Shadows:
         self._least = {each[0].lookup: min(idle.cost for idle in each) for each in (lookups, models[:1]) if each}
         return found
 
+    def trial(self, prices: Mapping[tuple[int, str], float], step: int) -> tuple[int, str] | None:
+        """A request, and a method that can be told of by trials alone, which is to draft a token for it in this step: of
+        those who waited longest, where that is saved what it is expected to lose. `prices` has the seconds of each."""
+        if not prices:
+            return None
+        key = min(prices, key=lambda key: (self._tried.get(key, self._begun[key[0]]), key))
+        if prices[key] > min(self._saved.get(False, 0.0), self._exploration.left):
+            return None
+        self._saved[False] -= prices[key]
+        self._tried[key] = step
+        return key
+
     def observe_seconds(self, method: str, texts: int, seconds: float, costs: CostModel) -> None:
         """Scoring a method on so many texts took so long. It is paid from what was saved, as far as it is believed, since a
         machine may pause for any reason."""
@@ -131,8 +143,8 @@ class Shadows:
             chosen = drafting.get(each.request, (None, 0))[0]
             used = () if chosen is None else self._candidates[chosen].members
             for name in each.methods if each.longest > 0 else ():
-                if self._candidates[name].composite is not None:
-                    continue  # what it is made of is scored
+                if self._candidates[name].composite is not None or not self._candidates[name].scored:
+                    continue  # what it is made of is scored, or nothing can be told
                 lookup, lag = self._candidates[name].lookup, each.lags.get(name, 0)
                 last = self._tried.get((each.request, name), self._begun[each.request])
                 if name not in used and (last < step if lookup else lag >= SHADOW_TOKENS):

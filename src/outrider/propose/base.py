@@ -458,6 +458,11 @@ class Proposer:
         """
         return []
 
+    @property
+    def tells_overlaps(self) -> bool:
+        """Whether `overlaps` can tell anything. Who cannot is tried now and then where the engine chooses who drafts."""
+        return type(self).overlaps is not Proposer.overlaps
+
     def snapshot(self) -> object | None:
         """Returns what drafts depend on beside the sequences that are alive, such as texts of earlier requests; None for
         nothing. Taken while no sequence is alive."""

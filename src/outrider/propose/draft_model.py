@@ -190,13 +190,17 @@ class DraftModelProposer(Proposer):
         state = self._states.get(sequence.seq_id)
         return max(0, len(sequence.token_ids) - (0 if state is None else state.end))
 
+    @property
+    def tells_overlaps(self) -> bool:
+        return isinstance(self._bridge, SameVocabulary)
+
     def overlaps(self, sequence: ProposerSequence, target_probs: Sequence[float]) -> list[float]:
         """The pass that catches up is the measurement. Who has far to catch up reads CATCH_UP_ROWS tokens a call, and is
         measured where it comes to tokens of known probability. Penalties and the like are not applied to the draft, so the
         answer errs on the low side where there are any."""
         text = self._follow(sequence, ())
         rows, start = text.missing(min(text.num_missing, CATCH_UP_ROWS)), text.state.end
-        if not rows or not isinstance(self._bridge, SameVocabulary) or not self._reserve(text.state, len(rows)):
+        if not rows or not self.tells_overlaps or not self._reserve(text.state, len(rows)):
             return []
         known = len(sequence.token_ids) - len(target_probs)  # tokens before the first one of known probability
         first, end = max(known, start + 1), min(start + len(rows) + 1, len(sequence.token_ids))

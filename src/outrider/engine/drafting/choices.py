@@ -159,6 +159,7 @@ class ChoiceSets:
                 in_one_pass=config.method.drafts_in_one_pass,
                 ends_drafts=config.method.ends_drafts,
                 experience=experience(name),
+                scored=self._proposers.get(config.method).tells_overlaps,
                 alone=name in choices,
             )
             for name, config in members.items()
