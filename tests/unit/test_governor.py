@@ -160,22 +160,28 @@ def test_it_is_on_within_200_steps_of_a_method_turning_good(kind: str, passes: d
 @pytest.mark.parametrize("passes", [FLAT, STEEP], ids=["rows cost little", "rows cost much"])
 def test_a_head_is_tried_now_and_then_since_nothing_else_tells_of_it(passes: dict[int, float], seed: int) -> None:
     """It has read the text at all times, so that it is never scored on what it has to read."""
-    head = Method(0.06, until(1000, 0.0, 0.8), keeps_up=True)
-    log = run(World({"head": head}, passes, seed=seed), governor_of(World({"head": head}, passes)), tokens=2500)
+    world = World({"head": Method(0.06, until(1000, 0.0, 0.8), keeps_up=True)}, passes, seed=seed)
+    log = run(world, governor_of(world), tokens=2500)
     turned = log.step_at(1000)
     assert sum(log.true[40:turned]) <= 1.01 * sum(log.plain[40:turned])
     assert log.on[turned + 200 :].count(0.0) <= 0.15 * len(log.on[turned + 200 :])
     assert "a token, to see what drafts are worth here" in log.reasons
 
 
+def test_trials_are_few_where_they_seem_to_cost_nothing() -> None:
+    world = World({"head": Method(0.0001, always(0.0), keeps_up=True)}, {1: 1.0, 64: 1.0}, noise=0.0)
+    log = run(world, governor_of(world), tokens=2000)
+    assert 0.01 <= sum(log.on[200:]) / len(log.on[200:]) <= 1 / 8
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_head_is_tried_beside_a_lookup_that_has_little_to_say(seed: int) -> None:
     head, lookup = Method(0.06, until(1000, 0.0, 0.8), keeps_up=True), looking_up(always(0.8), always(0.1))
     world = World({"head": head, "lookup": lookup}, FLAT, seed=seed)
-    log = run(world, governor_of(world), tokens=2500)
+    log = run(world, governor_of(world), tokens=5000)
     turned = log.step_at(1000)
-    assert sum(log.true[:turned]) <= 1.01 * sum(log.plain[:turned])
-    later = log.methods[turned + 200 :]
+    assert sum(log.true[:turned]) <= 0.9 * sum(log.plain[:turned]), "the lookup pays"
+    later = log.methods[turned + 700 :]
     assert later.count("head") >= 0.5 * len(later)
 
 
@@ -516,6 +522,21 @@ def test_a_batch_rests_only_where_the_same_texts_go_on_plainly() -> None:
     assert governor.chosen["none", 0] == 6
     governor.rest()
     assert not governor.rests([1, 2]), "the plan is due"
+
+
+def test_a_trial_is_made_once_and_not_by_a_batch_that_rests() -> None:
+    judged = Governor([MethodCandidate("head", 4, scored=False, prior=0.01)], CostTable.assumed(0.05))
+    judged.begin(1)
+    running, work, times = Running(1, 10, 4, ("head",)), StepWork(1, 1, 10), StepTimes(0.0, 0.05, 0.0)
+    for _ in range(400):
+        decision = judged.decide([running])[1]
+        if decision.why == "trial":
+            break
+        judged.observe_step(work, times)
+    assert (decision.method, decision.num_draft_tokens) == ("head", 1)
+    assert not judged.rests([1])
+    assert judged.decide([running])[1].method is None, "another trial comes later"
+    assert judged.rests([1])
 
 
 def test_a_batch_that_rests_is_observed_in_some_steps_and_earns_in_all() -> None:

@@ -132,6 +132,34 @@ def test_it_gains_where_there_is_something_to_gain() -> None:
     assert max(gains) >= 1.2
 
 
+# -- heads, which are tried, since nothing else tells of them ------------------------------------------------------------
+
+
+def beside_target(seed: int) -> Drawn:
+    """The same world, where the draft comes from a head that reads the text as it is written."""
+    found = drawn(seed)
+    methods = {name: replace(method, keeps_up=not method.lookup) for name, method in found.world.methods.items()}
+    return replace(found, world=replace(found.world, methods=methods))
+
+
+@cache
+def ran_beside_target(seed: int) -> Log:
+    return beside_target(seed).run()
+
+
+@pytest.mark.parametrize("seed", core(SEEDS, SEEDS[::3], "src/outrider/govern/"))
+def test_it_keeps_its_promise_with_heads(seed: int) -> None:
+    assert worst(ran_beside_target(seed), beside_target(seed).stretch) >= PROMISE
+
+
+@pytest.mark.by_change("src/outrider/govern/")
+def test_it_gains_with_heads() -> None:
+    logs = [ran_beside_target(seed) for seed in SEEDS]
+    gains = [sum(log.plain) / sum(log.true) for log in logs]
+    assert sum(gains) / len(gains) >= 1.03
+    assert max(gains) >= 1.2
+
+
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 

@@ -72,6 +72,7 @@ class Shadows:
         self._begun: dict[int, int] = {}
         self._tried: dict[tuple[int, str], int] = {}
         self._usual: dict[str, float] = {}
+        self.tried_at = 0  # the step of the latest trial
         self._asks_at = 0  # the step in which it is asked again in any case
         self._least: dict[bool, float] = {}  # by kind as in `_saved`, the least that one of the idle methods costs
 
@@ -112,10 +113,10 @@ class Shadows:
         if not prices:
             return None
         key = min(prices, key=lambda key: (self._tried.get(key, self._begun[key[0]]), key))
-        if prices[key] > min(self._saved.get(False, 0.0), self._exploration.left):
+        if prices[key] > min(self._saved[False], self._exploration.left):
             return None
         self._saved[False] -= prices[key]
-        self._tried[key] = step
+        self._tried[key] = self.tried_at = step
         return key
 
     def observe_seconds(self, method: str, texts: int, seconds: float, costs: CostModel) -> None:
