@@ -73,6 +73,7 @@ def test_it_writes_what_plain_decoding_writes(
         assert sum(output.stats.num_proposer_faults for output in chosen) == 0
         known = llm.engine.drafting._choice._sets.alive[-1].governor.candidates
         assert {name for name in known if known[name].in_one_pass} == AT_ONCE
+        assert not any(known[name].scored for name in known)
         assert max(lengths["dflash"]) <= 7
         assert max(lengths["eagle3"]) <= 5
         assert llm.stats.finished.num_accepted_tokens > 0
@@ -92,3 +93,20 @@ def test_passes_are_measured_and_drafts_of_heads_as_they_come(
         params = SamplingParams(max_tokens=60, temperature=0.0)
         chosen, plain = llm.generate(COPY, params)[0], llm.generate(COPY, params, speculation="none")[0]
         assert chosen.token_ids == plain.token_ids
+
+
+def test_a_head_that_does_not_pay_is_tried_now_and_then(paths: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds all of the text at all times, so that nothing is read by which it could be scored while it is idle."""
+    monkeypatch.setenv(keeping.VARIABLE, "off")
+
+    def steady(work: StepWork, times: StepTimes) -> StepTimes:
+        return StepTimes(0.05 * sum(each.levels for each in work.drafts), 1.0, 0.01)
+
+    head = {"method": "eagle3", "model": paths[2]}
+    with LLM(paths[0], dtype="float64", block_size=4, speculation={"method": "auto", "methods": [head]}) as llm:
+        llm.engine.drafting.script(FREE, steady)
+        params, reasons = SamplingParams(max_tokens=60, seed=3), llm.stats.reasons
+        chosen = [llm.generate(prompt, params)[0].token_ids for prompt in (COPY, COPY[1:], [0])]
+        assert chosen == [llm.generate(prompt, params, speculation="none")[0].token_ids for prompt in (COPY, COPY[1:], [0])]
+        assert reasons["loss"] > 60
+        assert 2 <= reasons["trial"] <= 180 / 8

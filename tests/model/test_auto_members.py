@@ -79,6 +79,9 @@ def test_it_writes_what_plain_decoding_writes(pair: tuple[str, str], kind: str, 
         plain = llm.generate(prompts, sampling, speculation="none")
         assert [output.token_ids for output in chosen] == [output.token_ids for output in plain]
         assert sum(output.stats.num_proposer_faults for output in chosen) == 0
+        models = [each for each in governor_of(llm).candidates.values() if each.composite is None and not each.lookup]
+        assert models
+        assert all(each.scored for each in models)
         llm.engine.check_integrity()
         llm.engine.check_rest()
 

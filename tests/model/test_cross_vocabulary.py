@@ -85,6 +85,13 @@ def test_no_text_changes_in_a_batch_of_all_ways(llm: LLM, drafts: dict[str, str]
     assert found == [plain[pair] for pair in pairs]
 
 
+def test_nothing_is_told_of_its_drafts_while_it_is_idle(llm: LLM, drafts: dict[str, str]) -> None:
+    """So the engine tries it now and then where it chooses: it would else read texts for nothing."""
+    method = crossed(drafts["cut"]).method
+    assert method is not None
+    assert not llm.proposers.get(method).tells_overlaps
+
+
 @pytest.mark.parametrize("match", core(MATCHES, ["text"], *DRAFTING))
 def test_a_prompt_that_ends_inside_a_character(llm: LLM, drafts: dict[str, str], match: str) -> None:
     whole = llm.encode("the 世界 🎉")
