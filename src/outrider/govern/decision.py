@@ -213,7 +213,7 @@ class MethodCandidate:
     name: str  # unlike all others
     longest: int  # most draft tokens
     lookup: bool = False  # whether it needs no model of its own, so that it costs little and has nothing to read first
-    scored: bool = True  # whether a model can be scored while it is idle; one that cannot is tried now and then
+    scored: bool = True  # whether it can be scored while it is idle; a model that cannot is tried now and then
     in_one_pass: bool = False  # whether a draft takes one pass of its own, however long it is
     ends_drafts: bool = False  # whether it ends drafts by itself, before the length that it is asked for
     prior: float = 0.6  # chance that its draft tokens stand, before anything was seen

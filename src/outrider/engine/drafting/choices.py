@@ -155,11 +155,11 @@ class ChoiceSets:
             MethodCandidate(
                 name,
                 config.num_draft_tokens,
-                lookup=not config.method.grows_from_probabilities,
+                lookup=(lookup := not config.method.grows_from_probabilities),
                 in_one_pass=config.method.drafts_in_one_pass,
                 ends_drafts=config.method.ends_drafts,
                 experience=experience(name),
-                scored=self._proposers.get(config.method).tells_overlaps,
+                scored=lookup or self._proposers.get(config.method).tells_overlaps,
                 alone=name in choices,
             )
             for name, config in members.items()
