@@ -695,13 +695,6 @@ NATIVE_MUTANTS = (
         "kernels_laws",
     ),
     _mutant(
-        "the race leaves out entrants of a vector",
-        "sampling.inc",
-        "(p >= best * NAME(beyond_uniform)(now))",
-        "(p >= best * 2.0 * NAME(beyond_uniform)(now))",
-        "kernels_laws",
-    ),
-    _mutant(
         "inversion forgets what it passed",
         "sampling.inc",
         "        left -= run;\n",
