@@ -550,17 +550,19 @@ def test_a_batch_that_rests_is_observed_in_some_steps_and_earns_in_all() -> None
     for _ in range(rested):
         judged.rest()
         judged.observe_step(work, times)
-    assert passes._step == 1 + rested // governor._OBSERVES_EVERY
+    assert passes._step == 1 + rested // 4
     assert judged._exploration.left - left == pytest.approx(rested * exploration.SHARE * 0.05, rel=0.02)
 
 
 def test_idle_methods_are_asked_for_where_one_of_them_can_be_paid() -> None:
     """Asking takes time, and so it waits until what was saved pays for the cheapest of those that were idle."""
 
-    def asked(method: MethodCandidate, reading: float) -> int:
+    def asked(reading: float, *, lookup: bool = False, spent: float = 0.0) -> int:
         table = CostTable({1: 0.05, 64: 0.2}, 0.0, {"idle": {1: reading, 128: reading}})
-        judged, running = Governor([method], table), Running(1, 500, 4, ("idle",), {"idle": 400})
+        judged = Governor([MethodCandidate("idle", 4, lookup, prior=0.01)], table)
+        running = Running(1, 500, 4, ("idle",), {"idle": 400})
         judged.begin(1)
+        judged._exploration.spend(spent)
         number = 0
         for _ in range(32):
             judged.decide([running])
@@ -571,8 +573,10 @@ def test_idle_methods_are_asked_for_where_one_of_them_can_be_paid() -> None:
             judged.observe_step(StepWork(1, 1, 500), StepTimes(0.0, 0.05, 0.0))
         return number
 
-    assert asked(MethodCandidate("idle", 4, prior=0.01), reading=1e-5) >= 30
-    assert asked(MethodCandidate("idle", 4, prior=0.01), reading=0.5) <= 9
+    assert asked(reading=1e-5) >= 30
+    assert asked(reading=0.5) <= 12
+    assert asked(reading=1e-5, lookup=True) >= 30
+    assert asked(reading=1e-5, lookup=True, spent=0.2) <= 12, "what is left is for drafts"
 
 
 def test_what_is_learnt_belongs_to_a_number_of_texts_and_a_context() -> None:

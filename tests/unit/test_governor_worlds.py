@@ -276,7 +276,7 @@ def _one_bucket(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Shadows, "_affordable", _greedy)
 
 
-def _greedy(self: Shadows, idle: list[Idle], saved: float) -> list[Shadow]:
+def _greedy(self: Shadows, idle: list[Idle]) -> list[Shadow]:
     return [] if any(not each.lookup for each in idle) else [Shadow(each.request, each.method) for each in idle]
 
 

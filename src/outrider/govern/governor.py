@@ -36,7 +36,8 @@ HOLDS = 4
 #: plan holds for n times as many steps, and idle methods are scored in every n-th step. Shows in benchmarks.governor at
 #: batch 32.
 _TEXTS_A_STEP = 4
-#: Where all go on plainly, costs are observed in one step of so many. Shows in benchmarks.governor_rivals, the overhead.
+#: Where all go on plainly, costs are observed in one step of so many. Shows in
+#: test_a_batch_that_rests_is_observed_in_some_steps_and_earns_in_all.
 _OBSERVES_EVERY = 4
 #: Steps in which at most one trial is made of methods that nothing else tells of: where the times of passes differ much, it
 #: is hardly known what a trial costs. Shows in test_trials_are_few_where_they_seem_to_cost_nothing.
@@ -90,7 +91,7 @@ class Governor:
         self._since_longer: Counter[int] = Counter()
         self._batch: tuple[int, ...] = ()
         self._age, self._step, self._changed = 0, 0, True
-        self._rests = False
+        self._is_resting = False
         self._exploration = ExplorationBudget(self._here.costs.step_seconds(1, 0))
         self._shadows = Shadows(self.candidates, self._exploration, read_at_once)
         self._places = Places()
@@ -121,14 +122,14 @@ class Governor:
         """A step in which everybody does what was decided for the one before it."""
         self._step += 1
         self._age += 1
-        self._rests = True
+        self._is_resting = True
         self.chosen["none", 0] += len(self._batch)
         self._exploration.begin_step(StepWork(len(self._batch), len(self._batch), 0), self._here.costs)
 
     def decide(self, running: Sequence[Running]) -> dict[int, Decision]:
         """The decision for each request in the coming step."""
         self._step += 1
-        self._rests = False
+        self._is_resting = False
         self._here = self._knowledge.of(len(running), sum(each.context for each in running))
         self._places.see(self._step, (each.request for each in running))
         free = [each for each in running if each.longest > 0 and each.methods]
@@ -373,7 +374,7 @@ class Governor:
 
     def observe_step(self, work: StepWork, times: StepTimes) -> None:
         """A step in which texts decoded and nothing else was done."""
-        if self._rests and self._step % _OBSERVES_EVERY:
+        if self._is_resting and self._step % _OBSERVES_EVERY:
             self._exploration.end_rest(times)
         else:
             work = self._exploration.as_begun(work)

@@ -32,9 +32,9 @@ _SAVED_STEPS = 16.0
 #: Tokens that should be new before a method with a model of its own reads them to be scored. Shows in
 #: benchmarks.governor_rivals, the change.
 SHADOW_TOKENS = 12
-#: Steps after which it is asked again which methods are idle, where what was saved does not pay for those that were. Shows
-#: in benchmarks.governor_rivals, the overhead.
-_ASKS_AGAIN = 4
+#: Steps after which it is asked again which methods are idle, where none of those that were could be paid for. Shows in
+#: test_idle_methods_are_asked_for_where_one_of_them_can_be_paid.
+_ASKS_AGAIN = 3
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Shadows:
 
     def may_be_due(self, step: int) -> bool:
         """False where no method that was idle when it was last asked can be paid for."""
-        return step >= self._asks_at or any(self._saved[lookup] >= least for lookup, least in self._least.items())
+        return step >= self._asks_at or any(self._payable(lookup=lookup) >= least for lookup, least in self._least.items())
 
     def due(
         self, running: Sequence[Running], drafting: Mapping[int, tuple[str, int]], step: int, costs: CostModel
@@ -99,8 +99,7 @@ class Shadows:
         idle = self._idle(running, drafting, step, costs)
         lookups = sorted((each for each in idle if each.lookup), key=_longest_ago)
         models = sorted((each for each in idle if not each.lookup), key=_least_for_its_wait)
-        found = self._affordable(lookups, self._saved.get(True, 0.0))
-        found += self._affordable(models[:1], self._saved.get(False, 0.0))  # it is saved for the one whose turn it is
+        found = self._affordable(lookups) + self._affordable(models[:1])  # it is saved for the one whose turn it is
         for shadow in found:
             self._tried[shadow.request, shadow.method] = step
         self._asks_at = step + (1 if found else _ASKS_AGAIN)
@@ -113,7 +112,7 @@ class Shadows:
         if not prices:
             return None
         key = min(prices, key=lambda key: (self._tried.get(key, self._begun[key[0]]), key))
-        if prices[key] > min(self._saved[False], self._exploration.left):
+        if prices[key] > self._payable(lookup=False):
             return None
         self._saved[False] -= prices[key]
         self._tried[key] = self.tried_at = step
@@ -152,13 +151,17 @@ class Shadows:
                     found.append(Idle(each.request, name, step - last, self._cost(name, lag, costs), lookup=lookup))
         return found
 
-    def _affordable(self, idle: Sequence[Idle], saved: float) -> list[Shadow]:
-        found = []
-        left = self._exploration.left
+    def _payable(self, *, lookup: bool) -> float:
+        """Seconds that scores of lookups, or those of models, may take now."""
+        kept = _FOR_DRAFTS * self._exploration.most if lookup else 0.0  # cheap ones would leave nothing for drafts
+        return min(self._saved[lookup], self._exploration.left - kept)
+
+    def _affordable(self, idle: Sequence[Idle]) -> list[Shadow]:
+        """Those that can be paid for together, of idle methods of one kind."""
+        found, left = list[Shadow](), self._payable(lookup=idle[0].lookup) if idle else 0.0
         for each in idle:
-            kept = _FOR_DRAFTS * self._exploration.most if each.lookup else 0.0  # cheap ones would leave nothing for drafts
-            if each.cost <= min(saved, left - kept):
-                saved, left = saved - each.cost, left - each.cost
+            if each.cost <= left:
+                left -= each.cost
                 found.append(Shadow(each.request, each.method))
         return found
 

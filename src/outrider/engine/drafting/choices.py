@@ -150,23 +150,30 @@ class ChoiceSets:
         known: Mapping[str, Experience] | None = None,
     ) -> Governor:
         """A governor that has seen nothing yet, but for what members showed in earlier processes."""
-        experience = (known or {}).get
+        known = known or {}
         candidates = [
-            MethodCandidate(
-                name,
-                config.num_draft_tokens,
-                lookup=(lookup := not config.method.grows_from_probabilities),
-                in_one_pass=config.method.drafts_in_one_pass,
-                ends_drafts=config.method.ends_drafts,
-                experience=experience(name),
-                scored=lookup or self._proposers.get(config.method).tells_overlaps,
-                alone=name in choices,
-            )
+            self._member(name, config, config.method, known.get(name), alone=name in choices)
             for name, config in members.items()
             if config.method is not None
         ]
         candidates += [self._composite(name, config, members) for name, config in choices.items() if name not in members]
         return Governor(candidates, table, self._max_rows, self._holds, CATCH_UP_ROWS)
+
+    def _member(
+        self, name: str, config: SpeculationConfig, method: Method, experience: Experience | None, *, alone: bool
+    ) -> MethodCandidate:
+        """A method by itself."""
+        lookup = not method.grows_from_probabilities
+        return MethodCandidate(
+            name,
+            config.num_draft_tokens,
+            lookup=lookup,
+            scored=lookup or self._proposers.get(method).tells_overlaps,
+            in_one_pass=method.drafts_in_one_pass,
+            ends_drafts=method.ends_drafts,
+            experience=experience,
+            alone=alone,
+        )
 
     def _composite(self, name: str, config: SpeculationConfig, members: Mapping[str, SpeculationConfig]) -> MethodCandidate:
         """A choice that members make together."""
