@@ -102,6 +102,9 @@ def test_what_a_file_does_not_say_of_sampling_is_as_in_llama_cpp(files: dict[str
     assert f"{said}temperature 0.8, top_k 40, top_p 0.95, min_p 0.05" in run(files, *asked)[1]
     assert f"{said}top_k 40, top_p 0.95, min_p 0.05" in run(files, *asked, "--temperature", "1.5")[1]
     assert said not in run(files, *asked, "--temperature", "0")[1]
+    blob = Path(files["target"]).with_name("sha256-ab")
+    blob.symlink_to(files["target"])
+    assert said in run(files, "generate", str(blob), *asked[2:])[1], "a file without an ending"
     seeded = (*asked, "--seed", "3", "--json")
     ours = ("--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.05")
     texts = [json.loads(run(files, *seeded, *more)[1])["requests"] for more in ((), ours)]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from outrider import LLM
 from outrider.cli.app import app
-from outrider.errors import OutriderError
+from outrider.errors import MissingExtraError, OutriderError
 from outrider.loading import sources
 
 
@@ -154,6 +154,13 @@ def test_verbs_that_write_checkpoints_name_a_file_as_one(verb: list[str], tmp_pa
         error = CliRunner().invoke(app, [*verb, str(given), "--out", str(tmp_path / "out")]).exception
         assert isinstance(error, OutriderError)
         assert problem in str(error)
+
+
+def test_what_writes_gguf_files_has_to_be_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    error = CliRunner().invoke(app, ["convert", str(tmp_path), "--to", "gguf", "--out", str(tmp_path / "out")]).exception
+    assert isinstance(error, MissingExtraError)
+    assert "pip install gguf" in str(error)
 
 
 def test_a_draft_model_is_named_in_the_same_way(sound: Path, tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ def test_beginnings_are_equal_as_far_as_prompts_are() -> None:
     first, second = (beginnings(body(messages=[*said, *more]), None) for more in ([], [{"role": "user", "content": PIECE}]))
     assert second[:2] == first[:2]
     assert first != beginnings(body(messages=said, tools=[{}]), None)
+    asked = [beginnings(body(input=each), None) for each in (PIECE * 2, PIECE * 2 + "x", "b" + PIECE * 2, [*said, *said])]
+    assert asked[0][:2] == asked[1][:2] != asked[2][:2], "requests of the Responses API"
+    assert len(asked[3]) > 3
+    assert asked[0] != beginnings(body(input=PIECE * 2, instructions="b"), None)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from outrider.errors import InvalidParameterError
 from outrider.govern.costs import CostTable
 from outrider.lab.cli.tune import _show
 from outrider.lab.measure.figures import Spread
-from outrider.lab.tune.results import Row, TuningResults, best, recommend
+from outrider.lab.tune.results import Row, TuningResults, best, recommend, whole_paths
 from outrider.lab.tune.shadow import Shadow, expected_passes
 from outrider.lab.tune.traffic import read_traffic, recorded_traffic
 from outrider.lab.tune.tuner import clearly_best, predict
@@ -241,6 +241,18 @@ def results(rows: list[Row]) -> TuningResults:
         rows=rows,
         recommendation=recommend(rows[1], Spread(median=1.5, low=1.5, high=1.5), 1),
     )
+
+
+def test_a_profile_names_models_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders and files, also those of members and of a drafter; a hub id stays as it is."""
+    (tmp_path / "draft.gguf").touch()
+    (tmp_path / "head").mkdir()
+    monkeypatch.chdir(tmp_path)
+    staged = {"method": "staged", "model": "draft.gguf", "drafter": {"method": "eagle3", "model": "head"}}
+    told = whole_paths({"method": "auto", "methods": [staged, {"method": "draft_model", "model": "own/draft"}]})
+    first, second = told["methods"]
+    assert [first["model"], first["drafter"]["model"]] == [str(tmp_path / "draft.gguf"), str(tmp_path / "head")]
+    assert second["model"] == "own/draft"
 
 
 def test_at_80_columns_a_range_is_not_broken() -> None:

@@ -231,7 +231,7 @@ def usual_sampling(llm: LLM, asked: SamplingParams, notes: Console) -> SamplingP
     badly."""
     usual, given = llm.default_params, {name: getattr(asked, name) for name in asked.model_fields_set}
     says = _LLAMA_CPP.keys() & usual.model_fields_set
-    if llm.engine.runner.loaded.name.endswith(".gguf") and not says:
+    if llm.engine.runner.loaded.file is not None and not says:
         usual = usual.replace(**_LLAMA_CPP)
         taken = {name: value for name, value in _LLAMA_CPP.items() if name not in given}
         if taken and given.get("temperature") != 0:

@@ -125,12 +125,14 @@ def nothing_known(doubt: str) -> Recommendation:
 
 
 def whole_paths(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the folders of models named from the root, so that they hold wherever a profile is read."""
+    """Settings with the folders and files of models named from the root, so that they hold wherever a profile is read."""
     found = dict(settings)
-    if isinstance(found.get("model"), str) and os.path.isdir(found["model"]):
+    if isinstance(found.get("model"), str) and os.path.exists(found["model"]):
         found["model"] = os.path.abspath(found["model"])
     if isinstance(found.get("methods"), list):
         found["methods"] = [whole_paths(each) for each in found["methods"]]
+    if isinstance(found.get("drafter"), dict):
+        found["drafter"] = whole_paths(found["drafter"])
     return found
 
 

@@ -73,6 +73,8 @@ def _first_prompt(body: Any) -> bytes:
         return b""
     if "messages" in body:  # tools stand before the conversation in the usual templates
         return json.dumps([body.get("tools"), body.get("system"), body["messages"]]).encode()
+    if "input" in body:  # of the Responses API
+        return json.dumps([body.get("tools"), body.get("instructions"), body["input"]]).encode()
     prompt = body.get("prompt", "")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
