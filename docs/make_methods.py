@@ -41,7 +41,7 @@ On the command line it is `--method suffix`, or `--method '{"method": "suffix", 
 a way, like `--way suffix:16`. [Write a proposer](../how-to/write_a_proposer.md) says how to write a method of your own,
 [What the methods gain](../explanation/what_methods_gain.md) how fast these are, and
 [Losslessness](../explanation/losslessness.md) why the distribution stays.
-[How the methods guess](../explanation/methods.md) has one line for each."""
+[How the methods guess](../explanation/methods.md) has one line for each, except `auto`."""
 _UNBOUNDED = {"bool": "true or false", "Method or None": "settings, or a name", "str or None": "any text"}
 STATISTICS = """# Statistics
 

@@ -18,10 +18,10 @@ from outrider.server.metrics import EngineState, ServerMetrics
 PAGE = Path(__file__).parent / "reference" / "metrics.md"
 INTRODUCTION = """# Metrics
 
-`GET /metrics` of the server tells these to Prometheus, each with the label `model_name`. They have vLLM's names where they
-mean the same, with a label `method` more where it says something. Those that begin with `process_` describe the process, in
-the names of Prometheus' clients. `docs/make_metrics.py` writes this page from the code, and a test compares it with what a
-server tells.
+`GET /metrics` of the server tells these to Prometheus, each with the label `model_name`. Those that mean
+the same as in vLLM have vLLM's names; some have a further label, `method`. Those that begin with `process_` describe the
+process, in the names of Prometheus' clients. `docs/make_metrics.py` writes this page from the code, and a test compares it
+with what a server tells.
 
 | metric | kind | means |
 |---|---|---|

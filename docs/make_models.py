@@ -246,7 +246,7 @@ Of the paged ones, {sum(v.fused for v in found)} are fused too.
 
 Of models that read pictures, too, the language model is loaded alone, for text: `mistral3`, `qwen2_vl`, `qwen2_5_vl` and
 `qwen3_vl` as the Mistral, Qwen2 and Qwen3 that they are (not where their weights are quantised), `gemma3`, `gemma4`,
-`gemma4_unified` and `qwen3_5` as they are listed. Others are refused by their type.
+`gemma4_unified`, `qwen3_5` and other types as they are listed. A type that is not in the table is refused.
 
 {_families()}
 

@@ -25,10 +25,10 @@ class RequestStats:
         num_draft_tokens: Draft tokens verified.
         num_accepted_tokens: Draft tokens that entered the text.
         drafted_per_position: Drafts that reached position i (0-based).
-        tried_per_position: Drafts whose earlier tokens stood and that went on at position i, so that its fate was decided.
+        tried_per_position: Drafts whose token at position i was accepted or refused, as all tokens before it were accepted.
         accepted_per_position: Drafts whose token at position i was accepted.
         acceptance_histogram: Number of drafts by how many of their tokens were accepted.
-        offered_per_rank: Draft tokens by how many elder siblings they had, whose parent stood; chains have rank 0 alone.
+        offered_per_rank: Draft tokens whose parent was accepted, by the siblings before them; chains have rank 0 alone.
         accepted_per_rank: Of these, the tokens that entered the text.
         drafted_by_method: Draft tokens by the name of the method that proposed them; where two methods propose the same
             token, both have proposed it. What the structure of the output forces stands under "forced".

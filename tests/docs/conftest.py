@@ -95,7 +95,8 @@ def profile(folder: Path) -> None:
 @pytest.fixture(scope="session")
 def server(folder: Path) -> Iterator[Server]:
     """The server that clients of the pages ask."""
-    with running("--chat-template", str(folder / "template.jinja"), "--allow", "draft_model") as server:
+    template = str(folder / "template.jinja")
+    with running("--chat-template", template, "--allow", "draft_model", "--served-model-name", "my-model") as server:
         yield server
 
 

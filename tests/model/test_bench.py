@@ -300,7 +300,8 @@ def test_many_methods_do_not_put_each_other_out(tiny: str, tmp_path: Path, monke
 
 
 class _Rival(Peer):
-    """Writes zeros, a thousand tokens a second; one of its modes crashes at the second text that counts."""
+    """Writes zeros, a thousand tokens a second; one of its modes crashes from the second text that counts on: a disturbed
+    round is measured again."""
 
     name = "rival"
     asked: ClassVar[list[tuple[str, int]]] = []
@@ -331,7 +332,7 @@ class _Rival(Peer):
 
     def generate(self, mode: PeerMode, prompts: Any, *, max_tokens: int, temperature: float, seed: Any) -> PeerRun:
         self.asked.append((mode.name, max_tokens))
-        if mode.num_draft_tokens == 9 and self.asked.count((mode.name, max_tokens)) == 2:
+        if mode.num_draft_tokens == 9 and self.asked.count((mode.name, max_tokens)) >= 2:
             raise EngineAnswerError("rival", "fell over", "None.")
         accepted = 2 * len(prompts) if mode.kind == "ngram" else 0
         texts, first = ((0,) * max_tokens,) * len(prompts), (0.001,) * len(prompts)

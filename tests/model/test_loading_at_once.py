@@ -210,6 +210,7 @@ def test_one_interrupt_ends_a_process_that_loads(code: str, seconds: float) -> N
         start = time.monotonic()
         _, said = process.communicate(timeout=50)
         assert time.monotonic() - start < 30
+    said = said.partition("nanobind: ")[0]  # Triton's library, where it is installed, ends with what it leaks
     lines = [line for line in said.splitlines() if line != "loading"]
     if code is COMMAND:
         assert (process.returncode, lines) == (130, [])

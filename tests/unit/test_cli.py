@@ -739,10 +739,12 @@ def test_an_interrupt_stops_an_answer_and_leaves_no_mark_in_it(tmp_path: Path) -
                 shown += os.read(ours, 65536)
 
         def type_in(line: str) -> None:
-            """What is typed before the prompt has the terminal to itself is read as if it was pasted."""
+            """What is typed before the prompt is whole may be lost, or is read as if it was pasted."""
             nonlocal prompts
             prompts += 1
             until(b"\x1b[?2004h", prompts)
+            drawn = shown[: shown.rindex(b"\x1b[?2004h")].count(b"\x1b[?25h")
+            until(b"\x1b[?25h", drawn + 1)
             os.write(ours, line.encode())
 
         try:

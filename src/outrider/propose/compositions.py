@@ -55,8 +55,8 @@ class Composition(Method):
     """Settings of a method that is made of other methods.
 
     Attributes:
-        methods: Its members, two or more, each with whole settings of its own but for the rule, which is given for the
-            whole. Empty takes `suffix` and the LLM's own draft model, or `token_recycling` where it has none.
+        methods: Its members, two or more. Each has settings of its own, except the rule: one rule holds for the whole
+            method. Empty takes `suffix` and the LLM's own draft model, or `token_recycling` where it has none.
     """
 
     name: ClassVar[str] = "_composition"

@@ -246,8 +246,8 @@ class SpeculationConfig(Frozen):
         rule: How sampled drafts are verified. "auto" takes block verification (Sun et al. 2024), traversal on trees (Weng
             et al. 2025), or coupling for seeded requests; "block" is the same without a seed; "token" is Leviathan et al.
             2023, and recursive rejection on trees (Jeon et al. 2024); "walk" ignores how the draft was drawn; "coupled"
-            shares the target's noise, and a text that was once drafted for so is walked to its end. Drafts that
-            were not drawn are always verified by the walk.
+            shares the target's noise; once a text had such a draft, all its later drafts are verified by the walk.
+            Drafts that were not drawn always are.
         draft_sampling: "sampled" draws drafts from the draft's probabilities, "greedy" takes the most likely token.
     """
 

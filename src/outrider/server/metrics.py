@@ -309,11 +309,16 @@ class _EngineCollector(Collector):
         text = "Rounds in which the engine chose who drafts, by `method` (none is plain) and `num_draft_tokens`."
         yield self._total("outrider:choices", text, chosen, "method", "num_draft_tokens")
         reasons: dict[Any, float] = {(reason,): count for reason, count in state.reasons.items()}
-        yield self._total("outrider:choice_reasons", "The same rounds, by the `reason` of the choice.", reasons, "reason")
+        words = (
+            "The same rounds, by the `reason` of the choice: a draft `pays`, is `longer` than planned to measure it, or is "
+            "a `trial`. A plain step is `plain` to measure it, or a draft would be a `loss`, or cost more than trials may "
+            "(`saving`). `fixed`: there was no choice. `fault`: the choice failed."
+        )
+        yield self._total("outrider:choice_reasons", words, reasons, "reason")
 
     def _switched_off(self, state: EngineState) -> Iterator[Metric]:
         pauses: dict[Any, float] = {(method,): count for method, count in state.pauses.items()}
-        text = "How often the proposer of a `method` was switched off; there from the first time on."
+        text = "How often the proposer of a `method` was switched off. The series appears after the first time."
         yield self._total("outrider:proposer_switch_offs", text, pauses, "method")
         off = GaugeMetricFamily(
             "outrider:proposer_switched_off",

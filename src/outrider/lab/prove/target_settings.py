@@ -118,7 +118,7 @@ HEADS_SETTINGS = (
     Setting("DSpark, three tokens, by their chances", DSPARK | {"num_draft_tokens": 3, "min_confidence": 0.1}),
     Setting("DSpark, seeded, by their chances", DSPARK | {"min_confidence": 0.1}, {"seed": 6}),
     Setting("DSpark, tree, by their chances", DSPARK | {"tree": (2, 1), "rule": "token", "min_confidence": 0.2}),
-    Setting("DSpark behind a lookup", _WHOLE, turns=behind(one(LOOKUP), _WHOLE)),
+    Setting("DSpark behind a lookup", one(_WHOLE), turns=behind(one(LOOKUP), one(_WHOLE)), params=_FOUR),
     *in_ways(
         "P-EAGLE", PEAGLE, "block | token | seeded | two samples | tree, traversal | best-first tree | Sequoia's tree"
     ),
