@@ -229,6 +229,9 @@ def test_replicas_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     missing = refused("--replicas", "2")
     assert isinstance(missing, MissingExtraError)
     assert "outrider[serve,ray]" in missing.remedy
+    alone = refused()
+    assert isinstance(alone, MissingExtraError)
+    assert "starlette" in str(alone)
 
 
 @pytest.mark.parametrize(("option", "value", "least"), [("--drain-seconds", "-1", 0), ("--stalled-seconds", "0", 1)])

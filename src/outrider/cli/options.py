@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -14,7 +15,7 @@ import typer
 
 from outrider.cli.flags import Flags
 from outrider.cli.startup import light_imports
-from outrider.errors import ContradictionError, InvalidParameterError
+from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -238,6 +239,13 @@ def usual_sampling(llm: LLM, asked: SamplingParams, notes: Console) -> SamplingP
             said = ", ".join(f"{name} {value:g}" for name, value in taken.items())
             notes.print(f"the file says nothing of sampling, so as llama.cpp does: {said}", style="dim")
     return usual.replace(**given)
+
+
+def check_installed(verb: str, packages: Iterable[str], remedy: str) -> None:
+    """Raise MissingExtraError where a verb needs a package that is missing."""
+    for name in packages:
+        if util.find_spec(name) is None:
+            raise MissingExtraError(f"outrider {verb}", f"the package {name} is not installed", remedy)
 
 
 def template(path: Path | None) -> str | None:

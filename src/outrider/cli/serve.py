@@ -16,7 +16,7 @@ import typer
 from outrider.cli import options
 from outrider.cli.flags import Flags, with_options
 from outrider.cli.startup import light_imports
-from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError
+from outrider.errors import ContradictionError, InvalidParameterError
 
 if TYPE_CHECKING:
     from outrider.building import Profile
@@ -113,7 +113,7 @@ def serve(
     who = drafting.config()
     template = options.template(chat_template)
     # Before the model: what is wrong here is better known now.
-    _check_installed()
+    options.check_installed("serve", ("starlette", "uvicorn", "prometheus_client"), "Install outrider[serve].")
     keys, settings = _settings(reached, api_key_file, model_name=served_model_name or _usual_name(model), **given)
     with light_imports():  # of records and routes, which bring all that models need
         records = None if record is None else _record_folder(record, keys)
@@ -204,15 +204,6 @@ def _record_folder(path: Path, keys: ApiKeys) -> RecordFolder:
     return RecordFolder(path)
 
 
-def _check_installed() -> None:
-    """Raise MissingExtraError where the packages of the server are missing."""
-    from importlib.util import find_spec
-
-    for name in ("starlette", "uvicorn", "prometheus_client"):
-        if find_spec(name) is None:
-            raise MissingExtraError("outrider serve", f"the package {name} is not installed", "Install outrider[serve].")
-
-
 def _usual_name(model: str | None) -> str:
     """A hub id as it is; of a folder its name alone."""
     if model is None:
@@ -233,11 +224,7 @@ def check_replicas(count: int, connections: dict[str, float], record: Path | Non
     if record is not None:
         problem = "with --replicas several servers would write to one folder"
         raise ContradictionError("record", str(record), problem, "Leave one of them out.")
-    from importlib.util import find_spec
-
-    if find_spec("ray") is None:
-        remedy = "Install outrider[serve,ray]."
-        raise MissingExtraError("outrider serve --replicas", "the package ray is not installed", remedy)
+    options.check_installed("serve --replicas", ("ray",), "Install outrider[serve,ray].")
 
 
 def run_replicas(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli import options
-from outrider.errors import ContradictionError, InvalidParameterError, MissingExtraError, UnsupportedModelError
+from outrider.errors import ContradictionError, InvalidParameterError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from outrider.heads.formats.published import PublishedHead
@@ -81,7 +81,7 @@ def convert(
 
     check_is_folder("model", model)
     if to is FileFormat.GGUF:
-        _check_installed()
+        options.check_installed("convert", ("gguf",), "Run: pip install gguf")
     from outrider.heads.assistant import is_assistant
     from outrider.heads.checkpoint import method_of_heads
     from outrider.heads.formats.published import is_head
@@ -108,14 +108,6 @@ def convert(
     else:
         said = _write_head(model, out, to, target)
     Console(no_color=no_color or None, highlight=False).print(said, markup=False, soft_wrap=True)
-
-
-def _check_installed() -> None:
-    """Raise MissingExtraError where the package that writes GGUF files is missing."""
-    from importlib.util import find_spec
-
-    if find_spec("gguf") is None:
-        raise MissingExtraError("outrider convert", "the package gguf is not installed", "Run: pip install gguf")
 
 
 def _write_file(

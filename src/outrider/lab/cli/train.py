@@ -17,7 +17,7 @@ import typer
 from outrider.cli import options
 from outrider.cli.elsewhere import AnsweringCommand
 from outrider.cli.flags import option, with_options
-from outrider.errors import InvalidParameterError, MissingExtraError
+from outrider.errors import InvalidParameterError
 from outrider.lab.cli.progress import shown_progress
 
 if TYPE_CHECKING:
@@ -362,11 +362,7 @@ def _show_sizes(found: list[Size]) -> None:
 
 def check_installed() -> None:
     """Raise MissingExtraError where the packages for training are missing."""
-    from importlib.util import find_spec
-
-    for name in ("accelerate", "matplotlib"):
-        if find_spec(name) is None:
-            raise MissingExtraError("outrider train", f"the package {name} is not installed", "Install outrider[train].")
+    options.check_installed("train", ("accelerate", "matplotlib"), "Install outrider[train].")
 
 
 def show(outcome: Outcome, out: Path, *, as_json: bool) -> None:
