@@ -128,8 +128,8 @@ def read_profile(path: str | PathLike[str]) -> tuple[Profile, SpeculationConfig]
         config = SpeculationConfig.of(profile.speculation)
         for each in config.candidates:
             for part in parts_of(each):
-                if isinstance(part.method, DraftModel):
-                    check_sources(model=part.method.model)
+                if part.method is not None:
+                    part.method.check_source("model")
     except InputError as error:
         made = f"Outrider {profile.outrider} made it"
         raise InvalidParameterError("profile", name, f"its settings cannot be used ({error}); {made}", _AGAIN) from error

@@ -31,7 +31,6 @@ from outrider.engine.thread import EngineThread, Health, Inbox, Mailbox, stream_
 from outrider.errors import ClosedError, InputError, InvalidParameterError, InvalidPromptError, OutriderError
 from outrider.loading.exclusive import collection_paused
 from outrider.loading.gguf.header import forget_headers
-from outrider.loading.sources import check_sources
 from outrider.options import (
     CallOptions,
     LLMSettings,
@@ -88,8 +87,7 @@ class LLM:
             embedded=model is None,
         )
         if not isinstance(draft_model, torch.nn.Module):
-            for field, source in self._plan.defaults.sources:
-                check_sources(**{field: source})
+            self._plan.defaults.check_sources()
         self._thread = EngineThread()
         build = partial(self._build, model, settings.get("tokenizer"), draft_model)
         self._thread.load(partial(build, consume=settings.get("consume", False)))

@@ -363,6 +363,21 @@ def test_a_missing_folder_is_named_without_asking_the_hub(name: str) -> None:
         assert (caught.value.field, caught.value.value) == (field, name)
 
 
+@pytest.mark.parametrize(
+    ("speculation", "field"),
+    [
+        ({"method": "eagle3", "model": "./nowhere"}, "model"),
+        ({"method": "mtp", "model": "./nowhere"}, "model"),
+        ({"method": "then", "methods": ["suffix", {"method": "medusa", "model": "./nowhere"}]}, "methods.1.model"),
+        ({"method": "auto", "methods": ["suffix", {"method": "dflash", "model": "./nowhere"}]}, "methods.1.model"),
+    ],
+)
+def test_missing_heads_are_named_before_the_target_is_loaded(speculation: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidParameterError, match="no such folder") as caught:
+        LLM("no/such-target", speculation=speculation)
+    assert (caught.value.field, caught.value.value) == (field, "./nowhere")
+
+
 @pytest.mark.usefixtures("no_network")
 def test_a_missing_draft_folder_is_named_in_a_request_too(llm: LLM) -> None:
     with pytest.raises(InvalidParameterError, match="no such folder") as caught:

@@ -150,6 +150,7 @@ def test_one_of_other_circumstances_is_ignored_with_a_warning(
         ({"speculation": {"method": "no_such_method"}}, "no such method"),
         ({"speculation": {"method": "suffix", "branch": True}}, "its settings cannot be used"),
         ({"speculation": {"method": "draft_model", "model": "/no/such/folder"}}, "no such folder"),
+        ({"speculation": {"method": "eagle3", "model": "/no/such/folder"}}, "no such folder"),
     ],
 )
 def test_what_cannot_be_read_is_named(made: dict[str, Any], tmp_path: Path, changes: dict[str, Any], says: str) -> None:

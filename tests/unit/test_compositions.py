@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +33,19 @@ def staged(drafter: Any, **more: Any) -> dict[str, Any]:
 
 def auto(*methods: Any) -> dict[str, Any]:
     return {"method": "auto", "methods": list(methods)}
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> Callable[[SpeculationDefaults], list[str]]:
+    """Tells what is looked for before anything is loaded, each with the name of its setting."""
+    found: list[str] = []
+    monkeypatch.setattr(DraftModel, "check_source", lambda self, field: found.append(f"{field}={self.model}"))
+
+    def names(defaults: SpeculationDefaults) -> list[str]:
+        defaults.check_sources()
+        return found
+
+    return names
 
 
 def turns(asked: Any) -> list[tuple[str, tuple[int, ...]]]:
@@ -180,22 +194,24 @@ def test_what_the_engine_chooses_from_is_completed_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize("name", ["merge", "then"])
-def test_a_draft_model_given_beside_a_composition_without_members_is_one_of_them(name: str) -> None:
+def test_a_draft_model_given_beside_a_composition_without_members_is_one_of_them(
+    name: str, sources: Callable[[SpeculationDefaults], list[str]]
+) -> None:
     defaults = SpeculationDefaults.of(name, "given", None)
     assert [turn.config.name for turn in turns_of([defaults.config])] == ["suffix", "draft_model"]
     assert defaults.draft == DraftModel(model="given")
-    assert defaults.sources == [("methods.1.model", "given")]
+    assert sources(defaults) == ["methods.1.model=given"]
 
 
-def test_every_draft_model_has_the_place_of_its_setting() -> None:
+def test_every_draft_model_has_the_place_of_its_setting(sources: Callable[[SpeculationDefaults], list[str]]) -> None:
     inner = {**DRAFT, "model": "n"}
     asked = auto(DRAFT, merge("suffix", staged(inner)), staged(inner))
-    assert SpeculationDefaults.of(asked, None, None).sources == [
-        ("draft_model", "m"),
-        ("methods.1.methods.1.model", "m"),
-        ("methods.1.methods.1.drafter.model", "n"),
-        ("draft_model", "m"),
-        ("methods.2.drafter.model", "n"),
+    assert sources(SpeculationDefaults.of(asked, None, None)) == [
+        "draft_model=m",
+        "methods.1.methods.1.model=m",
+        "methods.1.methods.1.drafter.model=n",
+        "draft_model=m",
+        "methods.2.drafter.model=n",
     ]
 
 

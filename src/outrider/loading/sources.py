@@ -36,6 +36,13 @@ def check_sources(**sources: str | None) -> None:
             raise InvalidParameterError(name, source, "no such folder", remedy)
 
 
+def check_is_there(field: str, path: str) -> None:
+    """Refuse heads, or layers that predict several tokens, at a path where nothing lies."""
+    if not os.path.exists(path):
+        remedy = "Give the folder or the file of what was trained for this target."
+        raise InvalidParameterError(field, path, "no such folder", remedy)
+
+
 def check_is_folder(field: str, source: str) -> None:
     """Refuse what is no folder, for commands that write a checkpoint in another form."""
     if os.path.isdir(source):

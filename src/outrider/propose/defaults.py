@@ -55,14 +55,13 @@ class SpeculationDefaults:
         several = self.config.engine_chooses or isinstance(self.config.method, Composition)
         return self.draft if several else self.config.method
 
-    @property
-    def sources(self) -> list[tuple[str, str]]:
-        """The draft models that the settings name, each with the name of its setting."""
-        found = []
+    def check_sources(self) -> None:
+        """Refuse draft models and heads that are not there, before anything is loaded; raises InputError."""
         for place, candidate in enumerate(self.config.candidates):
             around = f"methods.{place}." if self.config.engine_chooses else ""
-            found += [(around + own if "." in own else "draft_model", model) for own, model in _sources(candidate, "")]
-        return found
+            for own, method in _methods(candidate, ""):
+                is_given = isinstance(method, DraftModel) and not own
+                method.check_source("draft_model" if is_given else f"{around}{own}model")
 
     def complete(self, speculation: Any) -> SpeculationConfig:
         """Settings of a call with what they leave open: the draft model, or the methods to choose from."""
@@ -130,14 +129,13 @@ def with_chain(methods: tuple[SpeculationConfig, ...]) -> tuple[SpeculationConfi
     return (*methods, SpeculationConfig(method=Then(methods=methods[::-1]), num_draft_tokens=methods[0].num_draft_tokens))
 
 
-def _sources(config: SpeculationConfig, place: str) -> Iterator[tuple[str, str]]:
-    """The draft models of settings and of those inside them, each with the place of its setting."""
+def _methods(config: SpeculationConfig, place: str) -> Iterator[tuple[str, Method]]:
+    """The methods of settings and of those inside them, each with its place."""
     if config.method is None:
         return
-    if isinstance(config.method, DraftModel) and config.method.model is not None:
-        yield f"{place}model", config.method.model
+    yield place, config.method
     for own, inner in config.method.nested.items():
-        yield from _sources(inner, f"{place}{own}.")
+        yield from _methods(inner, f"{place}{own}.")
 
 
 def _with_draft(config: SpeculationConfig, draft_model: str) -> SpeculationConfig:

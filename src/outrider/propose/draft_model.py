@@ -22,6 +22,7 @@ from outrider.config import QUANTIZATIONS, DraftQuantizationName, DTypeName, Els
 from outrider.draft import Draft
 from outrider.errors import InvalidParameterError, VocabularyMismatchError
 from outrider.loading.loaded_model import LoadedModel
+from outrider.loading.sources import check_sources
 from outrider.model.batch import Segment
 from outrider.model.runner import ForwardOutput, ModelRunner
 from outrider.model.target import Target
@@ -70,6 +71,9 @@ class DraftModel(Method):
         0.0, ge=0.0, le=1.0, description="Use 0 to 1."
     )
     vocabulary: VocabularySize = None
+
+    def check_source(self, field: str) -> None:
+        check_sources(**{field: self.model})
 
     @property
     def identity(self) -> Hashable:

@@ -20,6 +20,7 @@ from outrider.heads.fused_head import open_head
 from outrider.heads.mtp import mtp_shape, open_mtp
 from outrider.heads.rows import DraftRows, Work
 from outrider.loading.loaded_model import LoadedModel
+from outrider.loading.sources import check_is_there
 from outrider.model.target import Target
 from outrider.propose.base import DraftNoise, Proposer, ProposeRequest
 from outrider.propose.beside_target import ProposerBesideTarget, unread_tokens
@@ -125,6 +126,10 @@ class Mtp(FolderMethod):
         None, min_length=1, description="Use a local folder."
     )
     vocabulary: VocabularySize = None
+
+    def check_source(self, field: str) -> None:
+        if self.model is not None:
+            check_is_there(field, self.model)
 
     def added_token_bytes(self, target: LoadedModel) -> int:
         folder = target.folder() if self.model is None else self.model

@@ -12,6 +12,7 @@ from torch import Tensor
 from outrider.draft import Draft
 from outrider.errors import InvalidParameterError
 from outrider.heads.checkpoint import RunningHeads, open_heads
+from outrider.loading.sources import check_is_there
 from outrider.propose.base import (
     DraftNoise,
     ObservedRows,
@@ -121,6 +122,10 @@ class FolderMethod(Method):
 
     model: str | None = Field(None, min_length=1, description="Use a local folder.")
     min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
+
+    def check_source(self, field: str) -> None:
+        if self.model is not None:
+            check_is_there(field, self.model)
 
     def folder(self) -> str:
         """The folder; InvalidParameterError where none is named."""

@@ -143,6 +143,16 @@ class Method(Frozen):
         a draft may have fewer nonetheless."""
         return 1
 
+    def check_source(self, field: str) -> None:
+        """Refuse a model or a head that is not there, before anything is loaded; for a method that reads one to override.
+
+        Args:
+            field: What the error calls the setting that names it.
+
+        Raises:
+            InputError: Nothing can be loaded from there.
+        """
+
     def added_token_bytes(self, target: LoadedModel) -> int:
         """Bytes that a token takes in the layers that the proposer adds to the target's (`Target.add_layers`); for a method
         with such layers to override. They count when the memory of an engine that begins with this method is sized."""
