@@ -331,6 +331,33 @@ def test_our_kernels_compute_a_head_where_they_compute_the_target(made: Made) ->
         assert type(proposer_of(llm, way)._head) is kind
 
 
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+def test_what_a_target_lends_has_its_factors(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Granite scales logits, and Gemma 2 scales embeddings and caps logits."""
+    path = checkpoints.save(family, tmp_path / "target", seed=3)
+    layouts: dict[str, dict[str, Any]] = {
+        "eagle1": HEADS["eagle1"],
+        "nvidia": {"layout": "nvidia", "own_output": False, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}},
+    }
+    heads = {name: save_random_eagle(tmp_path / name, path, scale=0.1, **how) for name, how in layouts.items()}
+    made, found = Made(path, Oracle(path), heads), dict[str, list[torch.Tensor]]()
+    stock = eagle.add_level
+    for backend in ("fused", "paged"):
+        rows = found[backend] = []
+
+        def kept(growths: Any, logits: torch.Tensor, noise: Any, rows: list[torch.Tensor] = rows) -> None:
+            rows.append(logits)
+            stock(growths, logits, noise)
+
+        monkeypatch.setattr(eagle, "add_level", kept)
+        llm = load(made, backend)
+        for name in heads:
+            assert faults(llm.generate(PROMPTS[:1], GREEDY, speculation=made.way(name))) == 0
+    assert len(found["fused"]) == len(found["paged"]) > 10
+    for ours, stocks in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours, stocks, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.by_change("tests/model/")  # of the tests themselves: it plants what they must see
 @pytest.mark.parametrize(
     ("proposer", "name", "plant", "backend"),

@@ -222,7 +222,7 @@ def test_blocks_of_more_bits_are_rounded_to_four_where_it_is_asked_for_or_usual(
         want = llm.generate([PROMPT], GREEDY, speculation="none")[0].token_ids
         assert llm.generate([PROMPT], GREEDY)[0].token_ids == want
         proposer: Any = llm.engine.proposers.get(llm.speculation.method)  # type: ignore[arg-type]
-        return str(proposer.runner.backend._kernel.head.format.name)
+        return str(proposer.runner.backend.kernel.head.format.name)
 
     assert types() == {"q8_0", "q5_0", "q4_k"}
     assert types(quantization="int4-g32") == {"q4_0", "q4_k"}

@@ -207,7 +207,7 @@ def test_a_tuning_tries_a_draft_model_of_4_bits(monkeypatch: pytest.MonkeyPatch)
 
 def _bits_of_draft(llm: LLM) -> int | None:
     proposer: Any = llm.engine.proposers.get(llm.speculation.method)  # type: ignore[arg-type]
-    fmt = proposer.runner.backend._kernel.head.format
+    fmt = proposer.runner.backend.kernel.head.format
     return fmt.bits if fmt.quantised else None
 
 

@@ -12,7 +12,12 @@ def _mutant(name: str, path: str, old: str, new: str, killer: str = "kernels_fea
 _DECODER, _ATTENTION = "kernels/native/decoder.inc", "kernels/native/attention.inc"
 _HEAD, _ROWS, _MTP = "heads/fused_head.py", "heads/rows.py", "heads/mtp.py"
 HEAD_MUTANTS = (
-    _mutant("all rows have the embedding of the first", _DECODER, "beside_in + r * hidden", "beside_in"),
+    _mutant(
+        "all rows have the embedding of the first",
+        _DECODER,
+        "pass->tokens[r], pass->positions[r], worker->normed",
+        "pass->tokens[0], pass->positions[r], worker->normed",
+    ),
     _mutant(
         "embeddings have the norm of features",
         _DECODER,
@@ -30,7 +35,7 @@ HEAD_MUTANTS = (
         "normed_residual=config.norm_before_residual",
         "normed_residual=False",
     ),
-    _mutant("the next token reads what was not normed", _HEAD, "states if self.passes_normed else left", "left"),
+    _mutant("the next token reads what was not normed", _HEAD, "aux.get(_NORMED, left)", "left"),
     _mutant(
         "a text is read beside its own features",
         _HEAD,
@@ -82,15 +87,29 @@ HEAD_MUTANTS = (
     _mutant(
         "a layer of a checkpoint hands on what lies before its norm",
         _MTP,
-        "normed = passes_normed = True",
-        "normed, passes_normed = True, False",
+        "passes_normed = True",
+        "passes_normed = False",
         "mtp_makes_the_drafts",
     ),
     _mutant(
         "the output layer reads what lies before the norm of a layer of a checkpoint",
         _MTP,
-        "normed = passes_normed = True",
-        "normed, passes_normed = False, True",
+        "final_norm=norm_of(stack.norm, family)",
+        "final_norm=None",
+        "mtp_makes_the_drafts",
+    ),
+    _mutant(
+        "embeddings enter a layer of a checkpoint behind the norm of features",
+        _DECODER,
+        "&model->entry_norms[0]",
+        "&model->entry_norms[1]",
+        "mtp_makes_the_drafts",
+    ),
+    _mutant(
+        "all rows enter a layer of a checkpoint with the features of the first",
+        _DECODER,
+        "pass->hidden_in + r * hidden, hidden, brought",
+        "pass->hidden_in, hidden, brought",
         "mtp_makes_the_drafts",
     ),
     _mutant(

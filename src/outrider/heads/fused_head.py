@@ -13,11 +13,11 @@ from outrider.cache.memory import AddedLayers
 from outrider.cache.pool import LayerReach
 from outrider.cache.state import KVView
 from outrider.heads.checkpoint import use_kernels
-from outrider.heads.features import Eagle3Network, FeatureHeadNetwork
+from outrider.heads.features import Eagle1Network, Eagle3Network, FeatureHeadNetwork
 from outrider.heads.formats.published import PublishedHead
 from outrider.heads.rows import DraftRows, TextRows, Work, pass_rows
 from outrider.heads.runner import HeadRunner, NetworkT, features_before
-from outrider.kernels.decoder import DecoderKernel, PassRows, rows_without_context
+from outrider.kernels.decoder import DecoderKernel, DecoderShape, Entry, PassRows, rows_without_context
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.model.families import Family
 from outrider.model.layer_builder import activation_of, decoder_layer, decoder_shape, norm_of
@@ -36,19 +36,16 @@ _NORMED = 1
 
 class FusedRunner(HeadRunner[NetworkT]):
     """A head of one layer over keys and values in blocks. Those of a draft lie in blocks of its own, behind those of the
-    text, so that no level of it copies what is kept of the text. The arguments are those of `HeadRunner`."""
+    text, so that no level of it copies what is kept of the text. Where it has no embeddings or output layer of its own, the
+    target's kernels lend theirs. The arguments are those of `HeadRunner`."""
 
     kernel: DecoderKernel
     _num_positions = 0
 
     @property
-    def normed(self) -> bool:
-        """Whether the output layer reads what the layer leaves behind the kernels' final norm."""
-        raise NotImplementedError
-
-    @property
     def passes_normed(self) -> bool:
-        """Whether the next token reads that, too, and not what comes before the norm."""
+        """Whether the next token reads what the layer leaves behind the kernels' final norm, and not what comes before
+        it."""
         raise NotImplementedError
 
     def _pack(self) -> torch.dtype:
@@ -56,20 +53,16 @@ class FusedRunner(HeadRunner[NetworkT]):
         library = kernel_library()
         assert library is not None
         self.kernel = self._take(library)
-        return use_kernels(nn.ModuleList(self._others()), self._target)
+        use_kernels(nn.ModuleList(self._others()), self._target)
+        return self.kernel.real
 
     def _take(self, library: KernelLibrary) -> DecoderKernel:
         """The kernel of the layer, with its weights."""
         raise NotImplementedError
 
     def _others(self) -> Iterable[nn.Module]:
-        """What features go through before the layer, which stays as it is."""
-        raise NotImplementedError
-
-    def _enter(self, rows: PassRows, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns what the layer adds to [n, width], and what its attention reads before it [n, width], where that is
-        another."""
-        raise NotImplementedError
+        """What features go through first, which stays as it is."""
+        return ()
 
     def _tables(self, num_positions: int) -> list[list[tuple[Tensor, Tensor]]]:
         """Rotary tables as the kernels take them, for so many positions at least."""
@@ -98,8 +91,7 @@ class FusedRunner(HeadRunner[NetworkT]):
         features = self.fuse(hidden)
         rows = rows_without_context(tokens, [place for span in spans for place in span], keep)
         self._use_positions(rows)
-        residual, beside = self._enter(rows, features_before(before, features, spans))
-        self.kernel.keep(rows, 0, residual, beside)
+        self.kernel.keep(rows, 0, features_before(before, features, spans))
         return features
 
     def _keeping(self, added: AddedLayers, texts: Sequence[TextRows]) -> Any:
@@ -116,14 +108,9 @@ class FusedRunner(HeadRunner[NetworkT]):
         rows = pass_rows(parts, wanted=wanted)
         self._use_positions(rows)
         read = torch.stack([draft.features[draft.parents[row]].to(self.dtype) for draft, row in computed])
-        residual, beside = self._enter(rows, read)
-        normed = (_NORMED,) if self.normed else ()
-        own = rows if self.kernel.head is not None else replace(rows, logit_rows=[])
-        logits, aux, left = self.kernel.forward_part(own, normed, (0,), residual, beside=beside)
-        states = aux.get(_NORMED, left)
-        if rows.logit_rows and not own.logit_rows:
-            logits = self._target_head(states[rows.logit_rows])
-        for (draft, row), feature in zip(computed, states if self.passes_normed else left, strict=True):
+        wanted_states = (_NORMED,) if self.passes_normed else ()
+        logits, aux, left = self.kernel.forward_part(rows, wanted_states, (0,), read, head_panels=self.head_panels())
+        for (draft, row), feature in zip(computed, aux.get(_NORMED, left), strict=True):
             draft.features[row] = feature
         return upcast_logits(logits)
 
@@ -139,10 +126,6 @@ class FusedEagle(FusedRunner[FeatureHeadNetwork]):
     """A published EAGLE head."""
 
     @property
-    def normed(self) -> bool:
-        return isinstance(self.network, Eagle3Network)
-
-    @property
     def passes_normed(self) -> bool:
         return self.network.config.norm_output
 
@@ -150,13 +133,9 @@ class FusedEagle(FusedRunner[FeatureHeadNetwork]):
         return _kernel(self.network, self._target, library)
 
     def _others(self) -> Iterable[nn.Module]:
+        if isinstance(self.network, Eagle1Network):
+            return ()
         return (module for name, module in self.network.named_children() if name not in _PACKED)
-
-    def _enter(self, rows: PassRows, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        embeddings, features = self.embed(rows.tokens), features.to(self.dtype)
-        if isinstance(self.network, Eagle3Network):
-            return features, embeddings
-        return self.network.enter(embeddings, features).residual, None
 
     def _tables(self, num_positions: int) -> list[list[tuple[Tensor, Tensor]]]:
         cosines, sines = self._where(range(num_positions))
@@ -180,23 +159,36 @@ def _is_known(head: PublishedHead) -> bool:
 
 
 def _kernel(network: FeatureHeadNetwork, target: Target, library: KernelLibrary) -> DecoderKernel:
-    config, matrices = network.config, Matrices(library)
+    config, matrices, lender = network.config, Matrices(library), target.kernel
     family = _EAGLE3 if isinstance(network, Eagle3Network) else _EAGLE1
     layer = replace(decoder_layer(network.layer, LayerReach(), 0, config.layer, family, matrices), unseen=1)
-    final_norm = None
+    final_norm = entry = None
+    if isinstance(network, Eagle1Network):
+        entry = Entry(matrices.take(whole(network.fc)), None, None)
     if isinstance(network, Eagle3Network):
         beside = norm_of(network.layer.input_layernorm, family)
         layer = replace(layer, beside_norm=beside, normed_residual=config.norm_before_residual)
         final_norm = norm_of(network.norm, family)
+    own, shape = network.embed_tokens, decoder_shape(config.layer, family, None, [layer])
     head = None if network.lm_head is None else matrices.take(whole(network.lm_head))
     matrices.empty()
     return DecoderKernel(
         library,
-        decoder_shape(config.layer, family, None, [layer]),
+        lent(shape, lender, embedding=own is None, head=head is None),
         [layer],
-        embedding=None,
+        embedding=lender.embedding if own is None else own.weight.data,
         positions=None,
         final_norm=final_norm,
-        head=head,
+        head=lender.head if head is None else head,
         kv_dtype=target.dtype,
+        entry=entry,
     )
+
+
+def lent(shape: DecoderShape, lender: DecoderKernel, *, embedding: bool = True, head: bool = True) -> DecoderShape:
+    """The shape of a decoder with factors of the embeddings and the logits that another one lends."""
+    if embedding:
+        shape = replace(shape, embedding_scale=lender.shape.embedding_scale, input_scale=1.0)
+    if head:
+        shape = replace(shape, logit_scale=lender.shape.logit_scale, logit_cap=lender.shape.logit_cap)
+    return shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
@@ -13,10 +13,10 @@ from outrider.cache.memory import AddedShape
 from outrider.errors import ModelLoadError
 from outrider.heads.features import BesideNetwork
 from outrider.heads.formats.mtp import MtpConfig, MtpTensors, read_mtp, read_mtp_config
-from outrider.heads.fused_head import FusedRunner
+from outrider.heads.fused_head import FusedRunner, lent
 from outrider.heads.lone import LoneDecoder, empty_lone, kept_widths, load_lone_decoder
 from outrider.heads.runner import HeadRunner
-from outrider.kernels.decoder import DecoderKernel, PassRows
+from outrider.kernels.decoder import DecoderKernel, Entry
 from outrider.kernels.library import KernelLibrary, kernel_library
 from outrider.kernels.weights import keep_quantised, round_rows
 from outrider.loading import hf_modules
@@ -24,7 +24,7 @@ from outrider.loading.gguf.header import is_gguf
 from outrider.loading.gguf.prediction import PredictionLayers
 from outrider.model.fused import RotaryTables
 from outrider.model.layer_builder import decoder_layer, decoder_shape, described, norm_of
-from outrider.model.matrices import Matrices
+from outrider.model.matrices import Matrices, whole
 from outrider.model.target import Target
 
 
@@ -67,7 +67,7 @@ class MtpNetwork(BesideNetwork):
 class FusedMtp(FusedRunner[MtpNetwork]):
     """One layer in a pass of our kernels, where these know the target's type."""
 
-    normed = passes_normed = True
+    passes_normed = True
 
     def _take(self, library: KernelLibrary) -> DecoderKernel:
         stack, matrices = self._layer.decoder.stack, Matrices(library)
@@ -76,28 +76,25 @@ class FusedMtp(FusedRunner[MtpNetwork]):
         (spec,), (layer,) = hf_modules.layer_specs(config), hf_modules.decoder_layers(stack)
         number = self._rotary_tables.number(spec.type_name)
         packed = replace(decoder_layer(layer, spec.reach, number, config, family, matrices), unseen=1)
+        norms = (norm_of(each, family) for each in (self._layer.embedding_norm, self._layer.hidden_norm))
+        entry, lender = Entry(matrices.take(whole(self._layer.fc)), *norms), self._target.kernel
         matrices.empty()
         return DecoderKernel(
             library,
-            decoder_shape(config, family, None, [packed]),
+            lent(decoder_shape(config, family, None, [packed]), lender),
             [packed],
-            embedding=None,
+            embedding=lender.embedding,
             positions=None,
             final_norm=norm_of(stack.norm, family),
-            head=None,
+            head=lender.head,
             kv_dtype=self._target.dtype,
+            entry=entry,
         )
 
     @property
     def _layer(self) -> MtpLayer:
         (layer,) = self.network.levels
         return layer
-
-    def _others(self) -> Iterable[nn.Module]:
-        return (module for name, module in self._layer.named_children() if name != "decoder")
-
-    def _enter(self, rows: PassRows, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self._layer.enter(self.embed(rows.tokens), features.to(self.dtype)), None
 
     def _tables(self, num_positions: int) -> list[list[tuple[Tensor, Tensor]]]:
         return self._rotary_tables.build(num_positions)

@@ -108,8 +108,7 @@ class DecoderLayer:
     # [num_heads], for each query head a score that all rows see and that has no value. None where there are none.
     sinks: Tensor | None = None
     unseen: int = 0  # how many tokens at the beginning of a text no later row sees
-    # The norm of what attention reads before the hidden state, where passes bring such rows, or None.
-    beside_norm: Norm | None = None
+    beside_norm: Norm | None = None  # the norm of the embedding that attention reads before the hidden state, or None
     normed_residual: bool = False  # whether attention then adds to what `attention_norm` leaves, and not to what that reads
     mixer: Mixer | None = None  # what the layer has instead of attention where it keeps a running state, or None
     gated_heads: bool = False  # whether what heads attend to is multiplied by the sigmoids of gates
@@ -135,6 +134,15 @@ class DecoderLayer:
         """The bytes of weights that one row reads."""
         matrices = (getattr(self, name) for name in (*LAYER_MATRICES, "experts"))
         return sum(weights.nbytes for weights in matrices if weights is not None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What rows go through before the first layer: a product of [embedding, row that the pass brings]."""
+
+    weights: PackedWeights  # [hidden_size, 2 * hidden_size]
+    embedding_norm: Norm | None  # the norm of the embedding before it, or None
+    row_norm: Norm | None  # the norm of the row before it, or None
 
 
 @dataclass(frozen=True)
@@ -171,11 +179,12 @@ class DecoderKernel:
     """A decoder's weights, and its forward pass.
 
     Args:
-        embedding: [vocab_size, hidden_size], perhaps packed; the head's packed weights where these are tied to it. None for
-            layers that are given rows, and read no tokens.
+        embedding: [vocab_size, hidden_size], perhaps packed; the head's packed weights where these are tied to it, and
+            those of another decoder where it lends its own. None for layers that are given rows, and read no tokens.
         positions: [num_positions, hidden_size] learned embeddings of positions, or None.
         final_norm: The norm behind the last layer, or None.
         head: The weights from the hidden state to the logits; None for layers without logits of their own.
+        entry: What embeddings and the rows that a pass brings go through, or None.
     """
 
     def __init__(
@@ -188,11 +197,12 @@ class DecoderKernel:
         final_norm: Norm | None,
         head: PackedWeights | None,
         kv_dtype: torch.dtype,
+        entry: Entry | None = None,
     ) -> None:
         self._library = library
         self.real = layers[0].qkv.real
-        self.shape, self.head = shape, head
-        self._packed, self._embedding = list(layers), embedding
+        self.shape, self.head, self.embedding, self._entry = shape, head, embedding, entry
+        self._packed = list(layers)
         self._mixers: list[MixerWeights] = []
         self._memory: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)
         self._vectors: list[Tensor] = []  # the structures point into these tensors too, so they must stay alive
@@ -224,6 +234,9 @@ class DecoderKernel:
             head=LinearStruct() if head is None else head.struct,
             final_norm=self._norm(final_norm),
         )
+        if entry is not None:
+            self._decoder.entry = entry.weights.struct
+            self._decoder.entry_norms[:] = self._norm(entry.embedding_norm), self._norm(entry.row_norm)
         readable = packed is None or not packed.format.quantised or packed.format.code is FormatCode.BLOCKS
         assert readable, "weights that were rounded here have no embeddings to read"
         self._scratch = torch.empty(0, dtype=self.real)
@@ -318,13 +331,14 @@ class DecoderKernel:
         layers: Sequence[int],
         hidden: Tensor | None,
         mixed: Sequence[MixerRows | None] = (),
-        beside: Tensor | None = None,
+        head_panels: np.ndarray | None = None,
     ) -> tuple[Tensor, dict[int, Tensor], Tensor]:
         """Compute the rows through some of the layers, and then through the final norm and the head.
 
         Args:
-            hidden: [num_rows, hidden_size] the input of the first of them. None begins with the embeddings.
-            beside: [num_rows, hidden_size] what attention reads before the hidden state, for layers that read such rows.
+            hidden: [num_rows, hidden_size] the input of the first of them, or of the entry. None begins with the
+                embeddings.
+            head_panels: As for `forward`.
 
         Returns:
             Logits [num_logits, vocab_size], hidden states by index, and the output of the last layer
@@ -336,17 +350,17 @@ class DecoderKernel:
         aux = {layer: self._states_like(num_rows) for layer in aux_layers if layer in places}
         states = [aux.get(layer) for layer in (*layers, last)] if aux else []
         left = self._states_like(num_rows)
-        logits = self._pass(decoder, rows, states, hidden, left, mixed, beside)
+        logits = self._pass(decoder, rows, states, hidden, left, mixed, head_panels=head_panels)
         return logits, aux, left
 
-    def keep(self, rows: PassRows, layer: int, hidden: Tensor, beside: Tensor | None = None) -> None:
+    def keep(self, rows: PassRows, layer: int, hidden: Tensor) -> None:
         """Write the keys and values of rows to the memory in use, and compute nothing else.
 
         Args:
-            hidden: [num_rows, hidden_size] the input of the layer.
+            hidden: [num_rows, hidden_size] the input of the layer, or of the entry.
         """
         decoder, _chosen = self._part([layer])
-        self._pass(decoder, rows, [], hidden, beside=beside, keeps_only=True)
+        self._pass(decoder, rows, [], hidden, keeps_only=True)
 
     def _part(self, layers: Sequence[int]) -> tuple[DecoderStruct, ctypes.Array[LayerStruct]]:
         """A decoder of some of the layers, over the same memory, and the list of them that it points to."""
@@ -388,7 +402,6 @@ class DecoderKernel:
         hidden: Tensor | None = None,
         left: Tensor | None = None,
         mixed: Sequence[MixerRows | None] = (),
-        beside: Tensor | None = None,
         *,
         keeps_only: bool = False,
         head_panels: np.ndarray | None = None,
@@ -411,7 +424,7 @@ class DecoderKernel:
         base = numbers.ctypes.data
         addresses = (base + 8 * begin for begin in begins)
         pointers = (_POINTER * len(states))(*(None if s is None else s.data_ptr() for s in states)) if states else None
-        given, before = (None if each is None else each.to(self.real).contiguous() for each in (hidden, beside))
+        given = None if hidden is None else hidden.to(self.real).contiguous()
         parents, running = np.array(rows.parents, np.int64), mixer_structs(mixed)
         known, places = np.array(rows.known, np.int64), np.array(rows.tree_positions, np.int64)
         call = PassStruct(
@@ -433,7 +446,6 @@ class DecoderKernel:
             out.data_ptr(),
             None if pointers is None else ctypes.addressof(pointers),
             None if given is None else given.data_ptr(),
-            None if before is None else before.data_ptr(),
             None if left is None else left.data_ptr(),
         )
         threads = _I64(self._library.num_threads)

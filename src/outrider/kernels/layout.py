@@ -226,6 +226,8 @@ class DecoderStruct(ctypes.Structure):
         ("position_table", _POINTER),
         ("head", LinearStruct),
         ("final_norm", NormStruct),
+        ("entry", LinearStruct),
+        ("entry_norms", NormStruct * 2),
     ]
 
 
@@ -254,7 +256,6 @@ class PassStruct(ctypes.Structure):
         ("out", _POINTER),
         ("states", _POINTER),
         ("hidden_in", _POINTER),
-        ("beside_in", _POINTER),
         ("hidden_out", _POINTER),
         ("scratch", _POINTER),
     ]

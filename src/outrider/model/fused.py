@@ -39,6 +39,7 @@ class FusedDecoder(AttentionBackend):
     """Hands every pass to the compiled kernels."""
 
     name: ClassVar[str] = "fused"
+    kernel: DecoderKernel  # since `install`
     invariant = True  # whatever the model: every sum of the kernels has one order
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class FusedDecoder(AttentionBackend):
         self._memory, self._positions = None, 0
         self._rotary = RotaryTables(model, family)
         self._matrices = Matrices(library)
-        self._kernel = _kernel(model, config, family, self._rotary, self._matrices, library)
+        self.kernel = _kernel(model, config, family, self._rotary, self._matrices, library)
 
     def uninstall(self) -> None:
         if self._matrices is not None:
@@ -64,13 +65,13 @@ class FusedDecoder(AttentionBackend):
             self._matrices = None
 
     def weight_bytes(self, model: Any) -> int | None:
-        return self._kernel.nbytes
+        return self.kernel.nbytes
 
     def instruction_set(self, model: Any) -> str | None:
-        return self._kernel.kernels
+        return self.kernel.kernels
 
     def tokens_at_once(self) -> int | None:
-        return self._kernel.tokens_at_once
+        return self.kernel.tokens_at_once
 
     def forward(
         self, loaded: LoadedModel, context: ForwardContext, aux_layers: Sequence[int], part: PartialPass | None = None
@@ -81,9 +82,9 @@ class FusedDecoder(AttentionBackend):
         mixed = self._open_states(context, range(len(context.reaches)) if part is None else part.layers)
         rows, read = self._rows(context, loaded), [] if mixed is None else mixed.rows
         if part is None:
-            out = PassOutput(*self._kernel.forward(rows, aux_layers, read, context.head_panels))
+            out = PassOutput(*self.kernel.forward(rows, aux_layers, read, context.head_panels))
         else:
-            out = PassOutput(*self._kernel.forward_part(rows, aux_layers, part.layers, part.hidden, read))
+            out = PassOutput(*self.kernel.forward_part(rows, aux_layers, part.layers, part.hidden, read))
         if mixed is not None:
             mixed.leave()
         return out
@@ -100,7 +101,7 @@ class FusedDecoder(AttentionBackend):
     def _of_sources(self, layer: Any, encoded: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values [num_rows, num_kv_heads, head_dim] of sources. Each is computed alone, so that its bits are its
         own."""
-        shape = (-1, self._kernel.shape.num_kv_heads, self._kernel.shape.head_dim)
+        shape = (-1, self.kernel.shape.num_kv_heads, self.kernel.shape.head_dim)
         found = [keys_and_values_of_source(layer, self._family, each) for each in encoded]
         keys, values = (torch.cat(each).view(shape) for each in zip(*found, strict=True))
         return keys, values
@@ -109,16 +110,16 @@ class FusedDecoder(AttentionBackend):
         """The running states that a pass through some layers reads and leaves; None for a model without them."""
         if context.running is None:
             return None
-        return FusedPass(context.running, context.batch, self._kernel.mixers, layers, self._kernel.real)
+        return FusedPass(context.running, context.batch, self.kernel.mixers, layers, self.kernel.real)
 
     def embed(self, loaded: LoadedModel, token_ids: Tensor) -> Tensor:
-        return self._kernel.embed(token_ids)
+        return self.kernel.embed(token_ids)
 
     def norm(self, loaded: LoadedModel, hidden: Tensor) -> Tensor:
-        return self._kernel.norm(hidden)
+        return self.kernel.norm(hidden)
 
     def head(self, loaded: LoadedModel, hidden: Tensor, head_panels: np.ndarray | None = None) -> Tensor:
-        return self._kernel.logits(hidden, head_panels)
+        return self.kernel.logits(hidden, head_panels)
 
     def _check_regimes(self, batch: RaggedBatch) -> None:
         """Raise ValueError where a row has no rotary factors in the set that it asks for."""
@@ -129,10 +130,10 @@ class FusedDecoder(AttentionBackend):
     def _use_memory(self, context: ForwardContext, loaded: LoadedModel) -> None:
         if context.pool is self._memory:
             return
-        shape = self._kernel.shape
+        shape = self.kernel.shape
         row = torch.empty(0, shape.num_kv_heads, shape.head_dim, dtype=loaded.dtype)
-        mixers = enumerate(self._kernel.mixers)
-        self._kernel.use_memory([context.pool.memory(i, row, row) if mixer is None else None for i, mixer in mixers])
+        mixers = enumerate(self.kernel.mixers)
+        self.kernel.use_memory([context.pool.memory(i, row, row) if mixer is None else None for i, mixer in mixers])
         self._memory = context.pool
 
     def _use_positions(self, needed: int, loaded: LoadedModel) -> None:
@@ -142,7 +143,7 @@ class FusedDecoder(AttentionBackend):
             self._positions = max(needed, min(max(_FIRST_POSITIONS, 2 * needed), loaded.max_model_len))
             tables = self._rotary.build(self._positions)
             if tables:
-                self._kernel.use_rotary(tables)
+                self.kernel.use_rotary(tables)
 
 
 def _kernel(

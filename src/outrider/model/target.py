@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.cache.memory import AddedLayers, AddedShape, Recompute
 from outrider.cache.state import KVView
 from outrider.errors import ContradictionError, InvalidParameterError, ModelTooLargeError, UnsupportedModelError
+from outrider.kernels.decoder import DecoderKernel
 from outrider.loading import hf_modules
 from outrider.loading.fit import available_bytes
 from outrider.model.attention import PartialPass
@@ -86,6 +87,13 @@ class Target:
     def fused(self) -> bool:
         """Tells whether our kernels compute its passes as a whole."""
         return self._runner.backend.name == FusedDecoder.name
+
+    @property
+    def kernel(self) -> DecoderKernel:
+        """Returns what computes its passes, where it is `fused`. It lends heads its embeddings and its output layer."""
+        backend = self._runner.backend
+        assert isinstance(backend, FusedDecoder), "only where our kernels compute whole passes"
+        return backend.kernel
 
     def folder(self) -> str:
         """The folder of its checkpoint, or its file; it may hold more than the model. Errors are those of `LoadedModel`."""
