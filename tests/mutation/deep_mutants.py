@@ -72,11 +72,8 @@ DEEP_MUTANTS = (
         "the bonus row is taken one too early after longer chains",
         8,
         "verify/verifier.py",
-        "        owed = residual(p[lane, accepted], q_next, weights[lane, accepted])\n",
-        lambda d: (
-            f"        early = accepted - (accepted == length).long() * (length > {d})\n"
-            "        owed = residual(p[lane, early], q_next, weights[lane, accepted])\n"
-        ),
+        "p[i, k] for i, k in enumerate(lengths)",
+        lambda d: f"p[i, k - (k == length > {d})] for i, k in enumerate(lengths)",
         "deep_chains",
     ),
     *_from_depth(
@@ -96,11 +93,8 @@ DEEP_MUTANTS = (
         "a residual of the token rule under the block rule",
         4,
         "verify/verifier.py",
-        "        owed = residual(p[lane, accepted], q_next, weights[lane, accepted])\n",
-        lambda d: (
-            f"        scale = torch.where(accepted >= {d}, 1.0, weights[lane, accepted])\n"
-            "        owed = residual(p[lane, accepted], q_next, scale)\n"
-        ),
+        "for each in (p, q, weights)",
+        lambda d: f"for each in (p, q, torch.where(torch.arange(length + 1) >= {d}, 1.0, weights))",
         "deep_residuals",
         (3, 1, 2, 4, 5),  # the drafts have six places
     ),
@@ -108,10 +102,10 @@ DEEP_MUTANTS = (
         "a token counts as accepted behind one that was refused",
         7,
         "verify/verifier.py",
-        "            accepted = coins.long().cumprod(1).sum(1)\n",
+        "        return coins.index(False) if False in coins else len(coins)\n",
         lambda d: (
-            f"            accepted = coins[:, :{d}].long().cumprod(1).sum(1)\n"
-            f"            accepted = accepted + (accepted == {d}) * coins[:, {d}:].long().sum(1)\n"
+            f"        first = [*coins[:{d}], False].index(False)\n"
+            f"        return first + (first == {d}) * sum(coins[{d}:])\n"
         ),
         "deep_tokens",
     ),

@@ -63,7 +63,7 @@ def residual(target_row: Tensor, draft_row: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         target_row: [b, v] at the row after the last accepted token.
-        draft_row: [b, v] there; zeros after full acceptance.
+        draft_row: [b, v] there.
         weight: [b] 1 under R1, the prefix weight of the accepted length under R3.
     """
     if sampling.usable(target_row, draft_row):

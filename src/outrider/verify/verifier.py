@@ -203,19 +203,16 @@ class Verifier:
         keys = [c.keys.coin(node, node + 1) for c in candidates for node in range(length)]
         coins = self.noise.bernoulli(chances.reshape(-1), keys).view(-1, length)
         _record_chains(candidates, chances, coins)
-        if rule is Rule.TOKEN:
-            accepted = coins.long().cumprod(1).sum(1)
-        else:
-            accepted = (coins * torch.arange(1, length + 1, device=p.device)).amax(1)
-        lane = torch.arange(len(candidates), device=p.device)
-        q_next = q[lane, accepted.clamp(max=length - 1)] * (accepted < length)[:, None]  # nothing is drafted after the last
-        owed = residual(p[lane, accepted], q_next, weights[lane, accepted])
-        lengths: list[int] = accepted.tolist()
-        for candidate, k, left in zip(candidates, lengths, owed, strict=True):
-            if k < length:
-                _record_residual(candidate, k - 1, left)
+        lengths = [_num_standing(rule, fallen) for fallen in coins.tolist()]
+        wanted = [p[i, k] for i, k in enumerate(lengths)]  # after a rejection, only what the target still owes
+        rejected = {i: k for i, k in enumerate(lengths) if k < length}
+        if rejected:
+            parts = ([each[i, k] for i, k in rejected.items()] for each in (p, q, weights))
+            for i, owed in zip(rejected, residual(*(_stacked(rows) for rows in parts)), strict=True):
+                _record_residual(candidates[i], lengths[i] - 1, owed)
+                wanted[i] = owed
         keys = [c.keys.next(k, owed=k < length) for c, k in zip(candidates, lengths, strict=True)]
-        tokens: list[int] = self.noise.categorical(owed, keys).tolist()
+        tokens: list[int] = self.noise.categorical(_stacked(wanted), keys).tolist()
         return [
             Verdict(tuple(range(k)), token, _origin(c.draft, k - 1))
             for c, k, token in zip(candidates, lengths, tokens, strict=True)
@@ -292,6 +289,14 @@ class _TargetRows:
 
     def probs(self, member: int, node: int) -> Tensor:
         return self._probs[self._first[member] + node + 1]
+
+
+def _num_standing(rule: Rule, coins: list[bool]) -> int:
+    """Draft tokens of a chain that stand, by their coins: up to the first that fell False under R1, and up to the last
+    that fell True under R3."""
+    if rule is Rule.TOKEN:
+        return coins.index(False) if False in coins else len(coins)
+    return max((place for place, fell in enumerate(coins, 1) if fell), default=0)
 
 
 def _rows_of(candidates: Sequence[DraftCandidate], logits: Tensor) -> Tensor:
