@@ -363,6 +363,7 @@ def test_a_missing_folder_is_named_without_asking_the_hub(name: str) -> None:
         assert (caught.value.field, caught.value.value) == (field, name)
 
 
+@pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize(
     ("speculation", "field"),
     [

@@ -36,9 +36,9 @@ def check_sources(**sources: str | None) -> None:
             raise InvalidParameterError(name, source, "no such folder", remedy)
 
 
-def check_is_there(field: str, path: str) -> None:
-    """Refuse heads, or layers that predict several tokens, at a path where nothing lies."""
-    if not os.path.exists(path):
+def check_is_there(field: str, path: str | None) -> None:
+    """Refuse heads, or layers that predict several tokens, at a path where there is nothing. None asks for nothing."""
+    if path is not None and not os.path.exists(path):
         remedy = "Give the folder or the file of what was trained for this target."
         raise InvalidParameterError(field, path, "no such folder", remedy)
 

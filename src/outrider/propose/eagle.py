@@ -128,8 +128,7 @@ class Mtp(FolderMethod):
     vocabulary: VocabularySize = None
 
     def check_source(self, field: str) -> None:
-        if self.model is not None:
-            check_is_there(field, self.model)
+        check_is_there(field, self.model)
 
     def added_token_bytes(self, target: LoadedModel) -> int:
         folder = target.folder() if self.model is None else self.model

@@ -124,8 +124,7 @@ class FolderMethod(Method):
     min_confidence: float = Field(0.0, ge=0.0, le=1.0, description="Use 0 to 1.")
 
     def check_source(self, field: str) -> None:
-        if self.model is not None:
-            check_is_there(field, self.model)
+        check_is_there(field, self.model)
 
     def folder(self) -> str:
         """The folder; InvalidParameterError where none is named."""
